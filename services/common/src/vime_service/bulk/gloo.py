@@ -1,0 +1,162 @@
+"""Weight transfer over gloo (TCP) in a group that touches no global process-group state.
+
+One TCPStore, hosted by the sender, outlives every group; a group of generation g is a `ProcessGroupGloo` under the
+prefix `wu/{g}`. gloo reports a dead peer only sometimes, and its `abort` does not end a pending wait, so every step
+has a deadline of its own and waits in slices.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from vime_service.bulk.deadline import Deadline
+from vime_service.bulk.errors import TransportError
+from vime_service.bulk.transport import check_membership
+
+log = logging.getLogger(__name__)
+
+ABORT_SLICE_S = 0.05
+
+
+class GlooTransport:
+    """One member's end of gloo groups that share a store."""
+
+    name = "gloo"
+
+    def __init__(self, store: TCPStore, me: str, address: str) -> None:
+        """Use `host` or `join`.
+
+        Args:
+            store: the rendezvous store, a connection of this process's own.
+            me: this member's name.
+            address: the address of this host that peers can reach.
+        """
+        self.endpoint = f"{store.host}:{store.port}"
+        self._store: TCPStore | None = store
+        self._me = me
+        self._address = address
+        self._generation = 0
+        self._rank = -1
+        self._group: Any = None
+        self._aborted = threading.Event()
+
+    @classmethod
+    def host(cls, me: str, address: str, deadline: Deadline, port: int = 0) -> Self:
+        """The sender's end: opens the store on `address`, any free port unless one is given. Peers join `endpoint`."""
+        return cls(_open_store(address, port, True, deadline), me, address)
+
+    @classmethod
+    def join(cls, me: str, endpoint: str, deadline: Deadline, address: str | None = None) -> Self:
+        """A receiver's end: connects to the sender's store. `address` defaults to the interface that reaches it."""
+        host, _, port = endpoint.rpartition(":")
+        store = _open_store(host, int(port), False, deadline)
+        return cls(store, me, address or _address_towards(host, int(port)))
+
+    def form(self, generation: int, members: Sequence[str], deadline: Deadline) -> None:
+        """See `Transport.form`."""
+        rank = check_membership(self._me, self._generation, generation, members)
+        self._drop_group()
+        self._generation, self._rank = generation, rank
+        self._aborted = threading.Event()
+        started = time.monotonic()
+        if self._store is None:
+            raise self._failure("forming", started, "the transport is closed")
+        prefix = PrefixStore(f"wu/{generation}", self._store)
+        gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
+        options._devices = [gloo.create_device(hostname=self._address)]
+        options._threads = 2
+        try:
+            prefix.set_timeout(options._timeout)
+            self._group = gloo(prefix, rank, len(members), options)
+        except RuntimeError as error:  # torch raises its DistStoreError and DistBackendError as RuntimeError
+            raise self._failure("forming", started, _first_line(error)) from error
+
+    def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
+        """See `Transport.broadcast`."""
+        started = time.monotonic()
+        group = self._group
+        if group is None:
+            raise self._failure("broadcast", started, "no group is formed")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
+        try:
+            work = group.broadcast([bucket], options)
+            self._wait(work, deadline, started)
+        except TransportError:
+            self._drop_group()
+            raise
+        except RuntimeError as error:
+            self._drop_group()
+            raise self._failure("broadcast", started, _first_line(error)) from error
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.abort()
+        self._drop_group()
+        self._store = None
+
+    def _wait(self, work: Any, deadline: Deadline, started: float) -> None:
+        while not self._aborted.is_set():
+            left = deadline.remaining()
+            if left == 0.0 and not work.is_completed():
+                raise self._failure("broadcast", started, "the deadline passed")
+            try:
+                work.wait(timedelta(seconds=min(max(left, 0.001), ABORT_SLICE_S)))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                continue  # only this slice of the wait ran out
+            return
+        raise self._failure("broadcast", started, "aborted")
+
+    def _drop_group(self) -> None:
+        """Let the group go in another thread: its destructor waits for operations still in flight."""
+        group, self._group = self._group, None
+        if group is not None:
+            holder = [group]
+            del group
+            threading.Thread(target=holder.clear, name="gloo-group-drop", daemon=True).start()
+
+    def _failure(self, step: str, started: float, reason: str) -> TransportError:
+        return TransportError(step, self._generation, self._rank, time.monotonic() - started, reason)
+
+
+def _open_store(host: str, port: int, is_master: bool, deadline: Deadline) -> TCPStore:
+    started = time.monotonic()
+    timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
+    try:
+        return TCPStore(host, port, None, is_master, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        step = f"{'opening' if is_master else 'joining'} the store {host}:{port}"
+        rank = 0 if is_master else -1
+        raise TransportError(step, 0, rank, time.monotonic() - started, _first_line(error)) from error
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The local address from which `host` is reached. Connecting a datagram socket sends nothing."""
+    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:300]
