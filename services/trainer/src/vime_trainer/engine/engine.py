@@ -1,0 +1,130 @@
+"""The one class that a rank process calls: a Megatron model with its optimizer, replay and export."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from vime_trainer.engine import cpu, distributed, hf, hooks, model, sft
+from vime_trainer.engine.config import EngineConfig
+from vime_trainer.engine.optimizer import Updater, build_optimizer
+from vime_trainer.engine.replay import RoutingReplay, check_trace
+from vime_trainer.engine.sample import Sample
+from vime_trainer.engine.shape import ModelShape
+from vime_trainer.engine.step import Loss, StepResult, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One rank's share of the trainer. Every method but `model_shape` and `lr` is collective: all ranks call it, in one order.
+
+    A rank may hold any number of samples, also none. Samples are this rank's own; results are too unless they say otherwise.
+    """
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        cpu.install()  # before megatron builds anything; does nothing where CUDA exists
+        self._path, self._config = path, config
+        self._shape = ModelShape.from_hf(path)
+        self._device = distributed.initialize(config)
+        source = hf.Checkpoint(path)
+        module = model.build_model(self._shape, config, self._device)
+        hf.load(module, self._shape, source)
+        hf.assert_round_trip(module, self._shape, source)
+        self._module = module
+        if config.test_hooks.swap_kth_expert_fraction:
+            logger.warning(
+                "TEST HOOK: swapping the k-th expert of %.3f of the tokens", config.test_hooks.swap_kth_expert_fraction
+            )
+            hooks.install_swap(module, config.test_hooks.swap_kth_expert_fraction, config.seed)
+        wrapped = model.wrap_model(module, config)
+        self._updater = Updater(build_optimizer(wrapped, config), config)
+        replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
+        self._trainer = Trainer(wrapped, self._shape, self._updater, replay, self._device, config.micro_batch_tokens)
+
+    @classmethod
+    def from_hf(cls, path: str | Path, config: EngineConfig) -> "Engine":
+        """Build the model of an HF directory, load its weights and check that they export back bit for bit.
+
+        Joins the process group first, see `distributed.initialize`. Raises UnsupportedModelError, UnsupportedLayoutError or
+        WeightMapError.
+        """
+        return cls(Path(path), config)
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The model's sizes; `moe_layers` is the layer axis of routing traces."""
+        return self._shape
+
+    @property
+    def replays(self) -> bool:
+        """Whether training replays routes (R3): a MoE model with `routing_replay` on."""
+        return self._shape.is_moe and self._config.routing_replay
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken since the beginning of the run, checkpoints included."""
+        return self._updater.steps_taken
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self._updater.lr
+
+    def train_step(
+        self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int = 1, entropy_grad: bool = False
+    ) -> StepResult:
+        """Train on one batch in `mini_batches` optimizer steps.
+
+        `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`, they
+        are those of the weights before this call. A step whose loss or gradient is not finite changes nothing and is counted.
+        `entropy_grad`: the loss uses the entropy's gradient. Raises SampleError or RoutingTraceError before anything is run.
+        """
+        self._check(samples, self.replays)
+        return self._trainer.train(
+            samples, loss, mini_batches=mini_batches, replay=self.replays, entropy_grad=entropy_grad
+        )
+
+    def sft_step(self, demonstrations: Sequence[sft.Demonstration]) -> StepResult:
+        """One optimizer step of supervised fine-tuning, token mean over the global batch. Routes are the model's own."""
+        samples = sft.as_samples(demonstrations)
+        self._check(samples, needs_trace=False)
+        return self._trainer.train(
+            samples, sft.negative_log_likelihood, mini_batches=1, replay=False, entropy_grad=False
+        )
+
+    def score(self, samples: Sequence[Sample], replay: bool = True) -> list[torch.Tensor]:
+        """Log-probabilities of the response tokens under the current weights: float32 [response] per sample, in order.
+
+        `replay` uses the samples' routes (MoE only); without it the model routes by itself.
+        """
+        replay = replay and self._shape.is_moe
+        self._check(samples, replay)
+        return self._trainer.score(samples, replay=replay)
+
+    @torch.no_grad()
+    def next_token_logits(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Logits after each prefix, for small evaluations: ids int64 [batch, width] right-padded, lengths [batch] -> [batch, vocab]."""
+        wrapped = self._trainer.model
+        wrapped.eval()
+        ids = token_ids.to(self._device)
+        positions = torch.arange(ids.size(1), device=self._device).expand_as(ids)
+        logits: torch.Tensor = wrapped(ids, positions, None)
+        return logits[torch.arange(ids.size(0)), lengths.to(self._device) - 1].float()
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of every weight in one fixed order; a tensor is valid until the next training step."""
+        return hf.export(self._module, self._shape)
+
+    def save_hf(self, out: str | Path) -> None:
+        """Write a complete HF directory (rank 0 writes, all wait). `out` must not exist."""
+        if distributed.data_parallel_rank() == 0:
+            hf.write_hf_directory(Path(out), self._path, self.export(), self._config.dtype)
+        distributed.barrier()
+
+    def _check(self, samples: Sequence[Sample], needs_trace: bool) -> None:
+        for sample in samples:
+            sample.check_against(self._shape, needs_trace)
+            if needs_trace and sample.routed_experts is not None:
+                check_trace(sample.name, sample.routed_experts, sample.consumed, self._shape)

@@ -1,0 +1,48 @@
+"""Supervised fine-tuning through the same step as reinforcement learning."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vime_trainer.algorithms.metrics import Metrics, as_sum
+from vime_trainer.algorithms.reducers import sample_weights, weighted_sum
+from vime_trainer.engine.sample import Sample
+from vime_trainer.engine.step import LossBatch
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Token ids with the mask of those to learn, both 1-D of one length. The first token cannot be learnt: nothing precedes it."""
+
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+
+    def as_sample(self, index: int) -> Sample:
+        """The first token as prompt, the rest as response; no rollout, no routes."""
+        if self.token_ids.shape != self.loss_mask.shape or self.token_ids.dim() != 1:
+            raise ValueError(
+                f"demonstration {index}: token ids {tuple(self.token_ids.shape)}, loss mask {tuple(self.loss_mask.shape)}"
+            )
+        response = self.token_ids[1:]
+        return Sample(
+            prompt_token_ids=self.token_ids[:1],
+            response_token_ids=response,
+            rollout_logprobs=torch.zeros(response.numel()),
+            loss_mask=self.loss_mask[1:].bool(),
+            advantages=torch.ones(response.numel()),
+            group_id=f"sft-{index}",
+            sample_index=0,
+        )
+
+
+def negative_log_likelihood(batch: LossBatch) -> tuple[torch.Tensor, Metrics]:
+    """Mean of -log p over the masked tokens of the global batch."""
+    weights_B = sample_weights(batch.counts, "token_mean")
+    loss = weighted_sum(-batch.logprobs_BT, batch.mask_BT.to(batch.logprobs_BT.dtype), weights_B)
+    return loss, {"sft_loss": as_sum(loss)}
+
+
+def as_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
+    """Samples in the order of the demonstrations."""
+    return [d.as_sample(i) for i, d in enumerate(demonstrations)]

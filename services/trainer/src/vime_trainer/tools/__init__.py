@@ -1,0 +1,1 @@
+"""Command-line programs that stand on the trainer."""
