@@ -55,7 +55,7 @@ def test_a_name_given_twice_and_an_empty_manifest_are_refused() -> None:
         Manifest(V1, ())
 
 
-def test_the_digest_covers_every_field() -> None:
+def test_the_digest_is_of_what_the_version_is_and_not_of_how_it_travels() -> None:
     base = example()
     first = base.tensors[0]
     others = [
@@ -64,8 +64,6 @@ def test_the_digest_covers_every_field() -> None:
         dataclasses.replace(base, version=VersionKey("other", 1, 7)),
         dataclasses.replace(base, tensors=base.tensors[::-1]),
         dataclasses.replace(base, tensors=base.tensors[:1]),
-        dataclasses.replace(base, layout=BucketLayout(bucket_bytes=1024)),
-        dataclasses.replace(base, layout=BucketLayout(alignment=32)),
         dataclasses.replace(base, tensors=(dataclasses.replace(first, name="c"), base.tensors[1])),
         dataclasses.replace(base, tensors=(dataclasses.replace(first, shape=(3, 2)), base.tensors[1])),
         dataclasses.replace(base, tensors=(dataclasses.replace(first, dtype="int32"), base.tensors[1])),
@@ -74,6 +72,7 @@ def test_the_digest_covers_every_field() -> None:
     digests = {manifest.digest for manifest in [base, *others]}
     assert len(digests) == 1 + len(others)
     assert example().digest == base.digest
+    assert dataclasses.replace(base, layout=BucketLayout(bucket_bytes=1024)).digest == base.digest
 
 
 def test_comparison_names_missing_extra_misshaped_and_wrong_dtype() -> None:

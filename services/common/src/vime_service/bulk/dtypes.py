@@ -12,11 +12,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
     "int64": torch.int64,
     "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
+    "uint16": torch.uint16,
     "uint8": torch.uint8,
     "bool": torch.bool,
 }

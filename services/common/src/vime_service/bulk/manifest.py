@@ -111,10 +111,13 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """xxh3_128 over a canonical encoding of every field (16 bytes)."""
+        """xxh3_128 over a canonical encoding of version, names, types, shapes and digests (16 bytes).
+
+        The layout is left out: it says how the bytes travel, not what the version is.
+        """
         hasher = xxhash.xxh3_128()
         parts: list[str | int | bytes] = [self.digest_algorithm, self.version.run_id]
-        parts += [self.version.incarnation, self.version.step, self.layout.bucket_bytes, self.layout.alignment]
+        parts += [self.version.incarnation, self.version.step]
         for tensor in self.tensors:
             parts += [tensor.name, tensor.dtype, len(tensor.shape), *tensor.shape, tensor.nbytes, tensor.digest]
         for part in parts:
