@@ -1,6 +1,7 @@
 """Causal self-attention for Megatron's local layer spec, on torch's scaled_dot_product_attention.
 
-Megatron's own unfused core attention materialises [batch, heads, length, length]; TransformerEngine's is not available here.
+Megatron's own unfused core attention materialises [batch, heads, length, length]; TransformerEngine's is not available
+here.
 """
 
 from typing import Any
@@ -41,7 +42,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[length, batch, heads, head_dim] (keys and values: groups instead of heads) -> [length, batch, heads * head_dim]."""
+        """[length, batch, heads, head_dim] (keys and values: groups instead of heads) -> [length, batch, heads *
+        head_dim]."""
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise ValueError("CausalAttention takes right-padded batches: no mask, no bias, no packed sequences")
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))

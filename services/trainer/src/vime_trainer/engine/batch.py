@@ -1,7 +1,7 @@
 """From samples to right-padded micro-batches: every sample is used, whatever their number and the number of ranks.
 
-Padding, not packing: on this engine (no TransformerEngine) packed attention would need a dense mask over the whole pack and
-rotary embeddings document by document. Samples of similar length share a micro-batch, so little is padded.
+Padding, not packing: on this engine (no TransformerEngine) packed attention would need a dense mask over the whole
+pack and rotary embeddings document by document. Samples of similar length share a micro-batch, so little is padded.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from vime_trainer.engine.shape import ModelShape
 class MicroBatch:
     """Rows of tokens that go through the model together. `rows` are positions in the caller's list of samples.
 
-    The model consumes all tokens but the last one of each sample: its successor was never sampled. `response_at[b, t]` is the
-    position whose logits predict response token t of row b. A micro-batch without samples holds one padding token, so that
-    a rank that has run out of samples still joins every collective.
+    The model consumes all tokens but the last one of each sample: its successor was never sampled. `response_at[b, t]`
+    is the position whose logits predict response token t of row b. A micro-batch without samples holds one padding
+    token, so that a rank that has run out of samples still joins every collective.
     """
 
     rows: list[int]
@@ -44,7 +44,8 @@ class MicroBatch:
         return self.input_ids.numel()
 
     def response(self, per_position: torch.Tensor) -> torch.Tensor:
-        """[batch, width] values per position -> [rows, longest response], differentiable. Padding holds arbitrary values."""
+        """[batch, width] values per position -> [rows, longest response], differentiable. Padding holds arbitrary
+        values."""
         return per_position[: len(self.rows)].gather(1, self.response_at)
 
 

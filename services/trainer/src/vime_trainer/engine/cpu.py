@@ -1,7 +1,7 @@
 """Let megatron-core run on CPU tensors over gloo. Does nothing where CUDA exists.
 
-megatron-core assumes CUDA in a few places that have nothing to do with the mathematics. Each piece below says which one.
-The patches are process-wide; a rank process hosts one engine and nothing else that could mind.
+megatron-core assumes CUDA in a few places that have nothing to do with the mathematics. Each piece below says which
+one. The patches are process-wide; a rank process hosts one engine and nothing else that could mind.
 Written against megatron-core 0.16.1 and 0.19.2, without TransformerEngine and Apex.
 """
 
@@ -61,7 +61,8 @@ def _disable_compilation() -> None:
 
 
 def _patch_devices() -> None:
-    """Rotary embeddings, the optimizer and the schedules ask for the current CUDA device and pass it on as `device=`."""
+    """Rotary embeddings, the optimizer and the schedules ask for the current CUDA device and pass it on as
+    `device=`."""
     cuda: Any = torch.cuda
     cuda.current_device = _constant(_CPU)
     cuda.set_device = _constant()
@@ -98,7 +99,8 @@ def _patch_constructors() -> None:
 
 
 def _patch_type_names() -> None:
-    """The optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"`. Only megatron's own calls are answered so."""
+    """The optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"`. Only megatron's own calls are
+    answered so."""
     tensor: Any = torch.Tensor
     real_type = tensor.type
 
@@ -134,7 +136,8 @@ def _patch_all_to_all_splits() -> None:
 
 
 def _name_missing_transformer_engine() -> None:
-    """0.16.1 reads `te_general_gemm` whenever `moe_router_dtype` is set, also without TransformerEngine (NameError, GPUs too)."""
+    """0.16.1 reads `te_general_gemm` whenever `moe_router_dtype` is set, also without TransformerEngine (NameError,
+    GPUs too)."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

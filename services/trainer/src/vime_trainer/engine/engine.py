@@ -18,9 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One rank's share of the trainer. Every method but `model_shape` and `lr` is collective: all ranks call it, in one order.
+    """One rank's share of the trainer. Every method but `model_shape` and `lr` is collective: all ranks call it, in
+    one order.
 
-    A rank may hold any number of samples, also none. Samples are this rank's own; results are too unless they say otherwise.
+    A rank may hold any number of samples, also none. Samples are this rank's own; results are too unless they say
+    otherwise.
     """
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
@@ -47,8 +49,8 @@ class Engine:
     def from_hf(cls, path: str | Path, config: EngineConfig) -> "Engine":
         """Build the model of an HF directory, load its weights and check that they export back bit for bit.
 
-        Joins the process group first, see `distributed.initialize`. Raises UnsupportedModelError, UnsupportedLayoutError or
-        WeightMapError.
+        Joins the process group first, see `distributed.initialize`. Raises UnsupportedModelError,
+        UnsupportedLayoutError or WeightMapError.
         """
         return cls(Path(path), config)
 
@@ -77,9 +79,10 @@ class Engine:
     ) -> StepResult:
         """Train on one batch in `mini_batches` optimizer steps.
 
-        `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`, they
-        are those of the weights before this call. A step whose loss or gradient is not finite changes nothing and is counted.
-        `entropy_grad`: the loss uses the entropy's gradient. Raises SampleError or RoutingTraceError before anything is run.
+        `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
+        they are those of the weights before this call. A step whose loss or gradient is not finite changes nothing and
+        is counted. `entropy_grad`: the loss uses the entropy's gradient. Raises SampleError or RoutingTraceError
+        before anything is run.
         """
         self._check(samples, self.replays)
         return self._trainer.train(
@@ -87,7 +90,8 @@ class Engine:
         )
 
     def sft_step(self, demonstrations: Sequence[sft.Demonstration]) -> StepResult:
-        """One optimizer step of supervised fine-tuning, token mean over the global batch. Routes are the model's own."""
+        """One optimizer step of supervised fine-tuning, token mean over the global batch. Routes are the model's
+        own."""
         samples = sft.as_samples(demonstrations)
         self._check(samples, needs_trace=False)
         return self._trainer.train(
@@ -105,7 +109,8 @@ class Engine:
 
     @torch.no_grad()
     def next_token_logits(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Logits after each prefix, for small evaluations: ids int64 [batch, width] right-padded, lengths [batch] -> [batch, vocab]."""
+        """Logits after each prefix, for small evaluations: ids int64 [batch, width] right-padded, lengths [batch] ->
+        [batch, vocab]."""
         wrapped = self._trainer.model
         wrapped.eval()
         ids = token_ids.to(self._device)

@@ -1,7 +1,7 @@
 """HF safetensors in and out of the Megatron model: one table of names, exact both ways.
 
-Nothing is converted on the way but layout and, at load, the data type. A tensor that is missing, superfluous or of another
-shape is refused by its name: a model that is silently half random trains without an error.
+Nothing is converted on the way but layout and, at load, the data type. A tensor that is missing, superfluous or of
+another shape is refused by its name: a model that is silently half random trains without an error.
 """
 
 import json
@@ -63,7 +63,8 @@ class Entry:
 
 
 def entry_for(name: str) -> Entry:
-    """The HF counterpart of a Megatron parameter. Raises WeightMapError for a parameter that the table does not know."""
+    """The HF counterpart of a Megatron parameter. Raises WeightMapError for a parameter that the table does not
+    know."""
     if name in _OUTSIDE:
         return Entry("as_is", (_OUTSIDE[name],))
     parts = name.split(".")
@@ -103,7 +104,8 @@ def split(layout: Layout, tensor: torch.Tensor, shape: ModelShape) -> list[torch
 
 
 def export(model: nn.Module, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, contiguous tensor) of every weight, in one fixed order, in the model's own type and on its device.
+    """Yield (HF name, contiguous tensor) of every weight, in one fixed order, in the model's own type and on its
+    device.
 
     A tensor may be a view of the live weight: it is valid until the next training step.
     """
@@ -139,7 +141,8 @@ class Checkpoint:
 
 
 def load(model: nn.Module, shape: ModelShape, checkpoint: Checkpoint) -> None:
-    """Copy every weight of `checkpoint` into an unwrapped model. Raises WeightMapError naming the tensors that do not fit."""
+    """Copy every weight of `checkpoint` into an unwrapped model. Raises WeightMapError naming the tensors that do not
+    fit."""
     wanted = {n for name, _ in model.named_parameters() for n in entry_for(name).hf_names}
     _compare_names(wanted, checkpoint, shape)
     for name, parameter in model.named_parameters():
@@ -186,7 +189,8 @@ def assert_round_trip(model: nn.Module, shape: ModelShape, checkpoint: Checkpoin
 def write_hf_directory(
     out: Path, source: Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a complete HF directory: configs and tokenizer copied from `source`, weights from `tensors`, shards if large.
+    """Write a complete HF directory: configs and tokenizer copied from `source`, weights from `tensors`, shards if
+    large.
 
     `out` appears whole or not at all: it is written beside and renamed. An existing `out` is refused.
     """

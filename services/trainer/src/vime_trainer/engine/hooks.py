@@ -11,11 +11,12 @@ from vime_trainer.engine.model import routers
 
 
 class SwapKthExpert(RouterReplay):  # type: ignore[misc]
-    """A router's replay object that exchanges the k-th for the (k+1)-th expert of some tokens in the router's OWN top-k.
+    """A router's replay object that exchanges the k-th for the (k+1)-th expert of some tokens in the router's OWN
+    top-k.
 
-    Models what another kernel, type or layout does to near ties, only more. Replayed routes pass untouched: with replay on, a
-    run with this hook must give the same numbers as one without. The choice of tokens depends on their number and the seed
-    alone, so that a recomputed layer swaps the same ones.
+    Models what another kernel, type or layout does to near ties, only more. Replayed routes pass untouched: with
+    replay on, a run with this hook must give the same numbers as one without. The choice of tokens depends on their
+    number and the seed alone, so that a recomputed layer swaps the same ones.
     """
 
     def __init__(self, fraction: float, seed: int) -> None:

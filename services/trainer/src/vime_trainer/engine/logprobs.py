@@ -10,8 +10,9 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Natural log-probability of each target under softmax(logits / temperature).
 
-    logits [batch, length, vocab / tp], targets int64 [batch, length], temperatures float32 [batch] -> float32 [batch, length].
-    The rollout reports logprobs of the distribution that it sampled from, so both sides divide by the same temperature.
+    logits [batch, length, vocab / tp], targets int64 [batch, length], temperatures float32 [batch] -> float32 [batch,
+    length]. The rollout reports logprobs of the distribution that it sampled from, so both sides divide by the same
+    temperature.
     """
     scaled = scale(logits, temperatures)
     # Megatron works sequence-first and overwrites its input: `scaled` is ours to lose.

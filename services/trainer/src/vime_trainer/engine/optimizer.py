@@ -84,9 +84,11 @@ class Updater:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def apply(self, loss: float, empty: bool = False) -> OptimizerOutcome:
-        """Use the reduced gradients in the model's buffers. Skips if `loss` (any rank's) or the gradient norm is not finite.
+        """Use the reduced gradients in the model's buffers. Skips if `loss` (any rank's) or the gradient norm is not
+        finite.
 
-        Skips too if the batch was `empty`: no token is trained, but zero gradients would still move the moments. Megatron's clipping would multiply by NaN and write it into the weights, so the norm is looked at first.
+        Skips too if the batch was `empty`: no token is trained, but zero gradients would still move the moments.
+        Megatron's clipping would multiply by NaN and write it into the weights, so the norm is looked at first.
         """
         lr = self.lr
         found_inf = bool(self.optimizer.prepare_grads())

@@ -1,12 +1,12 @@
 """R3: train on the expert choices that the rollout engine made (routing replay).
 
-Source of the idea: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370).
-Only the choice is replayed. Megatron gathers the router's *live* logits at the replayed experts, so the mixing weights and
-the router's gradient stay those of the current weights.
+Source of the idea: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv
+2510.11370). Only the choice is replayed. Megatron gathers the router's *live* logits at the replayed experts, so the
+mixing weights and the router's gradient stay those of the current weights.
 
-A trace row belongs to one consumed token. The router sees the tokens of a micro-batch [batch, length] sequence-first, so rows
-are brought into the order [length, batch] before they are flattened; padding is routed to a sentinel that is spread over all
-experts, never to expert 0, and does not count.
+A trace row belongs to one consumed token. The router sees the tokens of a micro-batch [batch, length] sequence-first,
+so rows are brought into the order [length, batch] before they are flattened; padding is routed to a sentinel that is
+spread over all experts, never to expert 0, and does not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,8 @@ def check_trace(name: str, trace: torch.Tensor, rows: int, shape: ModelShape) ->
     wanted = (rows, len(shape.moe_layers), shape.top_k)
     if tuple(trace.shape) != wanted:
         raise RoutingTraceError(
-            f"{name}: routing trace is {tuple(trace.shape)}, expected {wanted} (rows, MoE layers {shape.moe_layers}, top-k)"
+            f"{name}: routing trace is {tuple(trace.shape)}, expected {wanted} (rows, MoE layers, top-k); "
+            f"the model's MoE layers are {shape.moe_layers}"
         )
     if trace.dtype not in (torch.uint8, torch.uint16):
         raise RoutingTraceError(f"{name}: routing trace is {trace.dtype}, expected uint8 or uint16")
@@ -48,16 +49,18 @@ def check_trace(name: str, trace: torch.Tensor, rows: int, shape: ModelShape) ->
 
 
 def sentinel(rows: int, shape: ModelShape) -> torch.Tensor:
-    """int64 [rows, top_k]: routes of tokens that carry no loss, spread evenly over the experts, distinct within a row."""
+    """int64 [rows, top_k]: routes of tokens that carry no loss, spread evenly over the experts, distinct within a
+    row."""
     first = torch.arange(rows)[:, None] * shape.top_k
     return (first + torch.arange(shape.top_k)) % shape.num_experts
 
 
 def align(traces: Sequence[torch.Tensor], lengths: Sequence[int], width: int, shape: ModelShape) -> list[torch.Tensor]:
-    """Traces of the rows of a right-padded micro-batch -> one int64 [width * batch, top_k] per MoE layer, in router order.
+    """Traces of the rows of a right-padded micro-batch -> one int64 [width * batch, top_k] per MoE layer, in router
+    order.
 
-    `lengths` are the consumed tokens of each row; each trace must have exactly as many rows. The result's row s * batch + b is
-    position s of row b: Megatron's hidden states are [length, batch, hidden].
+    `lengths` are the consumed tokens of each row; each trace must have exactly as many rows. The result's row s *
+    batch + b is position s of row b: Megatron's hidden states are [length, batch, hidden].
     """
     batch = max(1, len(traces))  # a micro-batch without samples holds one row of padding
     rows = sentinel(width * batch, shape).view(width, batch, 1, shape.top_k).repeat(1, 1, len(shape.moe_layers), 1)
@@ -68,7 +71,8 @@ def align(traces: Sequence[torch.Tensor], lengths: Sequence[int], width: int, sh
 
 
 def tokens_per_expert(traces: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-    """int64 [moe_layers, experts]: how many real tokens go to each expert. Padding is not in a trace, so it cannot count."""
+    """int64 [moe_layers, experts]: how many real tokens go to each expert. Padding is not in a trace, so it cannot
+    count."""
     counts = torch.zeros(len(shape.moe_layers), shape.num_experts, dtype=torch.int64)
     for trace in traces:
         ids = trace.to(torch.int64).transpose(0, 1).reshape(len(shape.moe_layers), -1)
@@ -99,7 +103,8 @@ class RoutingReplay:
 
     @contextmanager
     def session(self) -> Iterator["RoutingReplay"]:
-        """Replay inside of the block. Nothing stays behind, whatever happens in it; a clean exit checks that all was used."""
+        """Replay inside of the block. Nothing stays behind, whatever happens in it; a clean exit checks that all was
+        used."""
         if self._active:
             raise RoutingTraceError("a replay session is open already")
         self._active, self._loaded, self._calls = True, 0, [0] * len(self._routers)
@@ -116,8 +121,9 @@ class RoutingReplay:
             self._active = False
 
     def _hook(self, index: int) -> Any:
-        # Per router and call, not one global action: forward and backward passes of micro-batches may interleave. The first
-        # pass of a recomputed layer runs without gradients; the second one takes the oldest routes not yet recomputed.
+        # Per router and call, not one global action: forward and backward passes of micro-batches may interleave. The
+        # first pass of a recomputed layer runs without gradients; the second one takes the oldest routes not yet
+        # recomputed.
         def before(router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             replay: Any = router.router_replay
             recomputing = self._recompute and router.training and torch.is_grad_enabled()

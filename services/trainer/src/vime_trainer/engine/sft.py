@@ -13,7 +13,8 @@ from vime_trainer.engine.step import LossBatch
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids with the mask of those to learn, both 1-D of one length. The first token cannot be learnt: nothing precedes it."""
+    """Token ids with the mask of those to learn, both 1-D of one length. The first token cannot be learnt: nothing
+    precedes it."""
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
@@ -21,9 +22,8 @@ class Demonstration:
     def as_sample(self, index: int) -> Sample:
         """The first token as prompt, the rest as response; no rollout, no routes."""
         if self.token_ids.shape != self.loss_mask.shape or self.token_ids.dim() != 1:
-            raise ValueError(
-                f"demonstration {index}: token ids {tuple(self.token_ids.shape)}, loss mask {tuple(self.loss_mask.shape)}"
-            )
+            shapes = tuple(self.token_ids.shape), tuple(self.loss_mask.shape)
+            raise ValueError(f"demonstration {index}: token ids {shapes[0]}, loss mask {shapes[1]}")
         response = self.token_ids[1:]
         return Sample(
             prompt_token_ids=self.token_ids[:1],

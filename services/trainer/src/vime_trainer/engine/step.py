@@ -1,13 +1,15 @@
 """One training batch: forward, loss, backward and optimizer steps, the same numbers for every split.
 
 Denominators are those of the global mini-batch, computed before the first micro-batch; each micro-batch adds its share.
-Megatron divides a micro-batch's loss by their number and averages gradients over the data-parallel ranks: both are undone.
+Megatron divides a micro-batch's loss by their number and averages gradients over the data-parallel ranks: both are
+undone.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +78,8 @@ class StepResult:
     trained: list[tuple[str, int]] = field(default_factory=list)
     """(group_id, sample_index) of this rank's samples that went through the loss: all of them."""
     logprobs: list[torch.Tensor] = field(default_factory=list)
-    """This rank's samples in order: float32 [response], the policy's as it was when each sample's mini-batch came up."""
+    """This rank's samples in order: float32 [response], the policy's as it was when each sample's mini-batch came
+    up."""
 
     @property
     def skipped(self) -> bool:
@@ -106,7 +109,8 @@ class Trainer:
     def train(
         self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int, replay: bool, entropy_grad: bool
     ) -> StepResult:
-        """Train on this rank's `samples` in `mini_batches` optimizer steps. Every rank calls it, also one without samples."""
+        """Train on this rank's `samples` in `mini_batches` optimizer steps. Every rank calls it, also one without
+        samples."""
         if mini_batches < 1:
             raise ValueError(f"mini_batches = {mini_batches} must be at least 1")
         old = self._old_logprobs(samples, mini_batches, replay)
@@ -183,7 +187,8 @@ class Trainer:
 
 
 class _Run:
-    """Forward and backward of one mini-batch. Leaves reduced gradients in the buffers, and what it saw in its fields."""
+    """Forward and backward of one mini-batch. Leaves reduced gradients in the buffers, and what it saw in its
+    fields."""
 
     def __init__(
         self,
@@ -275,4 +280,4 @@ def per_sample(micro: MicroBatch, response_BT: torch.Tensor) -> dict[int, torch.
 def _chunks(count: int, parts: int) -> list[slice]:
     """`parts` contiguous slices that cover `count` items, sizes within one of each other; some may be empty."""
     edges = [count * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
