@@ -1,0 +1,50 @@
+"""Which samples belong together: dense ids, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Index:
+    """Sample b belongs to member `ids_B[b]` of `size` groups (or trajectories) in the global batch.
+
+    Ids are dense, 0 ≤ id < `size`, and mean the same on every rank, so a vector [size] can be all-reduced.
+    A member may have no sample here, or none anywhere.
+    """
+
+    ids_B: Tensor
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.ids_B.dtype != torch.int64 or self.ids_B.ndim != 1:
+            raise ValueError(f"ids_B must be int64 [B], got {self.ids_B.dtype} {tuple(self.ids_B.shape)}")
+        if self.ids_B.numel() and not 0 <= int(self.ids_B.min()) <= int(self.ids_B.max()) < self.size:
+            low, high = int(self.ids_B.min()), int(self.ids_B.max())
+            raise ValueError(f"ids_B spans [{low}, {high}], outside [0, {self.size})")
+
+    def rows(self, selection: Tensor | slice) -> Index:
+        """The same members, for a selection of samples."""
+        return Index(self.ids_B[selection], self.size)
+
+
+def index_of(keys: Sequence[Hashable] | Tensor, universe: Sequence[Hashable] | None = None) -> Index:
+    """An `Index` from arbitrary keys (strings, sparse ints). `universe` lists every key of the global batch in an
+    order all ranks share; without it the batch is `keys` alone. Raises `ValueError` for a key not in `universe`.
+    """
+    names: list[Hashable] = keys.tolist() if isinstance(keys, Tensor) else list(keys)
+    position = {name: place for place, name in enumerate(dict.fromkeys(names if universe is None else universe))}
+    unknown = next((name for name in names if name not in position), None)
+    if unknown is not None:
+        raise ValueError(f"key {unknown!r} is not among the {len(position)} keys of the global batch")
+    device = keys.device if isinstance(keys, Tensor) else None
+    return Index(torch.tensor([position[name] for name in names], dtype=torch.int64, device=device), len(position))
+
+
+def each_alone(samples: int, device: torch.device) -> Index:
+    """Every sample its own member: the default when no trajectory forked."""
+    return Index(torch.arange(samples, device=device), samples)

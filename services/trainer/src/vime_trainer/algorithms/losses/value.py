@@ -1,0 +1,74 @@
+"""The critic's loss. Schulman et al. (arXiv 1707.06347); value clipping as in OpenAI's baselines.
+
+L_t = max((V − G)², (V_old + clip(V − V_old, ±ε) − G)²)      no ½
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vime_trainer.algorithms.checks import require, same_shape
+from vime_trainer.algorithms.losses.batch import LossOutput
+from vime_trainer.algorithms.metrics import Averager, as_sum
+from vime_trainer.algorithms.reducers import Denominators, sample_weights, weighted_sum
+from vime_trainer.algorithms.tensors import as_mask
+
+
+@dataclass(frozen=True)
+class ValueLossConfig:
+    """Settings of the value loss."""
+
+    value_clip: float | None = 0.2
+    """ε: how far V may move from V_old per batch. None: plain squared error."""
+    reducer: str = "sequence_mean"
+    fixed_length: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.value_clip is None or self.value_clip > 0, self, "value_clip", "must be > 0, or None for no clip")
+        fixed = self.reducer == "fixed_length"
+        require(
+            fixed == (self.fixed_length is not None),
+            self,
+            "fixed_length",
+            "must be given with the fixed_length reducer, and only with it",
+        )
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """[B, T]: V with gradient; V_old, the values that the advantages were computed from; targets G; mask."""
+
+    values_BT: Tensor
+    old_values_BT: Tensor
+    returns_BT: Tensor
+    loss_mask_BT: Tensor
+
+    def __post_init__(self) -> None:
+        same_shape(
+            self.values_BT,
+            old_values_BT=self.old_values_BT,
+            returns_BT=self.returns_BT,
+            loss_mask_BT=self.loss_mask_BT,
+        )
+
+
+def value_loss(batch: ValueBatch, config: ValueLossConfig, counts: Denominators) -> LossOutput:
+    """The micro-batch's share; metrics `value_loss`, `value_clipfrac`."""
+    mask_BT = as_mask(batch.loss_mask_BT)
+    v_BT, old_BT, g_BT = (
+        x_BT.masked_fill(~mask_BT, 0.0)
+        for x_BT in (batch.values_BT, batch.old_values_BT.detach(), batch.returns_BT.detach())
+    )
+    loss_BT = free_BT = (v_BT - g_BT).square()
+    clipped_BT = torch.zeros_like(mask_BT)
+    if config.value_clip is not None:
+        near_BT = old_BT + (v_BT - old_BT).clamp(-config.value_clip, config.value_clip)
+        bound_BT = (near_BT - g_BT).square()
+        loss_BT, clipped_BT = torch.maximum(free_BT, bound_BT), bound_BT.detach() > free_BT.detach()
+    weight_B = sample_weights(counts, config.reducer, config.fixed_length)
+    loss = weighted_sum(loss_BT, mask_BT.to(loss_BT.dtype), weight_B)
+    average = Averager(mask_BT, over_tokens=config.reducer == "token_mean")
+    return LossOutput(loss, {"value_loss": as_sum(loss), "value_clipfrac": average(clipped_BT)})

@@ -1,0 +1,73 @@
+"""Sums and maxima over data-parallel ranks, as two functions that the caller hands in.
+
+The library knows no process group: `LOCAL` says "this tensor is the whole batch"; a trainer hands in two
+all-reduces; tests and the looking glass run ranks as threads (`simulate`). Every rank must make the same calls,
+also one that holds no samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Element-wise sum and maximum over ranks; each returns the result on every rank and may work in place."""
+
+    sum: Callable[[Tensor], Tensor] = _same
+    max: Callable[[Tensor], Tensor] = _same
+
+
+LOCAL = Reduce()
+
+
+def simulate(ranks: int, work: Callable[[int, Reduce], Result], timeout_s: float = 60.0) -> list[Result]:
+    """Run `work(rank, reduce)` as `ranks` threads that meet in `reduce`; the results in rank order.
+
+    Raises what a failing rank raised; when one fails or does not arrive within `timeout_s`, the others stop too.
+    """
+    barrier = threading.Barrier(ranks, timeout=timeout_s)
+    slots: list[Tensor] = [torch.empty(0)] * ranks
+
+    def meet(rank: int, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        slots[rank] = x
+        barrier.wait()
+        combined = combine(torch.stack(slots))
+        barrier.wait()  # nobody may overwrite a slot that another still reads
+        return combined
+
+    def run(rank: int) -> Result:
+        return work(
+            rank,
+            Reduce(
+                sum=lambda x: meet(rank, x, lambda slots_R: slots_R.sum(0)),
+                max=lambda x: meet(rank, x, lambda slots_R: slots_R.amax(0)),
+            ),
+        )
+
+    def release_others(finished: Future[Result]) -> None:
+        if finished.exception() is not None:
+            barrier.abort()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(ranks)]
+        for future in futures:
+            future.add_done_callback(release_others)
+    causes = [future.exception() for future in futures]
+    root = next((error for error in causes if error and not isinstance(error, threading.BrokenBarrierError)), None)
+    if root is not None:
+        raise root
+    return [future.result() for future in futures]
