@@ -1,0 +1,7 @@
+"""Configuration of a service: the shared loader, and the sections that every service has."""
+
+from __future__ import annotations
+
+from vime_client.config_loading import ConfigError, ConfigModel, describe, load_config, to_toml
+
+__all__ = ["ConfigError", "ConfigModel", "describe", "load_config", "to_toml"]

@@ -1,0 +1,139 @@
+"""From the command line to an exit code: arguments, configuration, logs, telemetry, the service, the end.
+
+def main() -> int:
+    return service_cli("buffer", "vime-buffer", BufferConfig, run)
+
+def run(config: BufferConfig) -> int:
+    from vime_buffer.wiring import register      # heavy imports here: --help must answer at once
+    return run_service("buffer", "vime-buffer", config, register)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vime_client.config_loading import ConfigError, describe, load_config, to_toml
+
+if TYPE_CHECKING:
+    from vime_service.server import Register, Start
+    from vime_service.server_config import ServiceConfig
+
+ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+_LEAVE_SECONDS = 5.0
+
+
+def service_cli(
+    name: str,
+    dist: str,
+    model: type[ConfigT],
+    run: Callable[[ConfigT], int],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse `--config --set --dry-run --version --help`, build the configuration, run the service.
+
+    Returns the exit code: what `run` returns, 1 if the service could not start, 2 for a wrong configuration.
+    """
+    arguments = _parser(name, dist, model).parse_args(argv)
+    try:
+        config = load_config(model, arguments.config, arguments.set)
+    except ConfigError as error:
+        return _say(f"vime-{name}", *error.problems, code=EXIT_CONFIG)
+    if arguments.dry_run:
+        sys.stdout.write(to_toml(config))
+        return 0
+    try:
+        return run(config)
+    except KeyboardInterrupt:  # before the service took over the signals
+        return 128 + signal.SIGINT
+
+
+def run_service(name: str, dist: str, config: ServiceConfig, register: Register, start: Start | None = None) -> int:
+    """Set up logs, telemetry and the parent watch, serve until stopped, leave in bounded time; the exit code."""
+    from vime_client.logs import get_logger, setup_logging
+    from vime_client.parent_watch import die_with_parent
+    from vime_service.auth import StartupError
+    from vime_service.errors import VimeError
+    from vime_service.server import serve
+    from vime_service.telemetry import setup_telemetry
+
+    try:
+        setup_logging(name, config.log)
+        telemetry = setup_telemetry(name, dist, config.telemetry)
+    except OSError as error:
+        return _say(f"vime-{name}", f"cannot write logs or traces: {error}", code=EXIT_FAILED)
+    if config.server.parent_pid is not None:
+        stop_seconds = config.server.grace_seconds + config.server.cleanup_seconds + 2.0
+        die_with_parent(config.server.parent_pid, kill_after_s=stop_seconds)
+    try:
+        code = asyncio.run(serve(name, dist, config.server, register, start, telemetry))
+    except (StartupError, VimeError) as error:
+        get_logger(__name__).debug("start-up refused", exc_info=error)
+        code = _say(f"vime-{name}", str(error), code=EXIT_FAILED)
+    finally:
+        _leave_by(_LEAVE_SECONDS + config.telemetry.shutdown_seconds)
+        telemetry.shutdown()
+    return code
+
+
+def _parser(name: str, dist: str, model: type[ServiceConfig]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"vime-{name}",
+        description=f"The {name} service of vime.",
+        epilog="settings (TOML, or --set):\n  " + "\n  ".join(describe(model)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; defaults without it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="override one setting; may be repeated, last wins"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings as TOML and exit")
+    parser.add_argument("--version", action=_Version, dist=dist, help="print the version and exit")
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, dist: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self._dist = dist
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version(self._dist)
+        except PackageNotFoundError:
+            found = "unknown (not installed)"
+        parser.exit(0, f"{self._dist} {found}\n")
+
+
+def _say(program: str, *lines: str, code: int) -> int:
+    for line in lines:
+        sys.stderr.write(f"{program}: {line}\n")
+    return code
+
+
+def _leave_by(seconds: float) -> None:
+    """End the process if something still holds it up in `seconds`, such as a thread stuck in a library."""
+
+    def end() -> None:
+        stuck = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+        sys.stderr.write(f"still here {seconds:g} s after the service stopped, threads {stuck}: ending the process\n")
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
