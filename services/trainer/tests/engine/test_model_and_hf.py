@@ -17,7 +17,11 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "tied"])
 def test_logits_equal_those_of_transformers(
-    kind: str, tmp_path: Path, moe_config: dict[str, Any], dense_config: dict[str, Any], model_writer: Callable[..., Path]
+    kind: str,
+    tmp_path: Path,
+    moe_config: dict[str, Any],
+    dense_config: dict[str, Any],
+    model_writer: Callable[..., Path],
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +40,11 @@ def test_logits_equal_those_of_transformers(
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "tied"])
 def test_a_saved_model_is_the_loaded_one_bit_for_bit(
-    kind: str, tmp_path: Path, moe_config: dict[str, Any], dense_config: dict[str, Any], model_writer: Callable[..., Path]
+    kind: str,
+    tmp_path: Path,
+    moe_config: dict[str, Any],
+    dense_config: dict[str, Any],
+    model_writer: Callable[..., Path],
 ) -> None:
     config = {"moe": moe_config, "dense": dense_config, "tied": dense_config | {"tie_word_embeddings": True}}[kind]
     path = model_writer(tmp_path / "in", config)

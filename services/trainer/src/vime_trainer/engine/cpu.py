@@ -94,6 +94,9 @@ def _patch_constructors() -> None:
 
         return wrapper
 
+    # `with torch.device(...)` keeps a set of constructors, filled at first use. It must hold the real ones, or models
+    # that are built under a device context (transformers does) silently get wrong buffers.
+    torch.utils._device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

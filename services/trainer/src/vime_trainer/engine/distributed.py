@@ -58,7 +58,9 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # a world of one needs no address
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     logger.info("joined the process group as rank %d of %d (%s)", dist.get_rank(), dist.get_world_size(), backend)
 
 

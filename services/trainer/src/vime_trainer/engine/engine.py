@@ -6,13 +6,16 @@ from pathlib import Path
 
 import torch
 
-from vime_trainer.engine import cpu, distributed, hf, hooks, model, sft
+from vime_trainer.engine import cpu, distributed, hf, hooks, model
 from vime_trainer.engine.config import EngineConfig
+from vime_trainer.engine.forward import Forward
+from vime_trainer.engine.objective import Loss, SupervisedLoss
 from vime_trainer.engine.optimizer import Updater, build_optimizer
 from vime_trainer.engine.replay import RoutingReplay, check_trace
 from vime_trainer.engine.sample import Sample
+from vime_trainer.engine.sft import Demonstration, as_samples
 from vime_trainer.engine.shape import ModelShape
-from vime_trainer.engine.step import Loss, StepResult, Trainer
+from vime_trainer.engine.step import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ class Engine:
         wrapped = model.wrap_model(module, config)
         self._updater = Updater(build_optimizer(wrapped, config), config)
         replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
-        self._trainer = Trainer(wrapped, self._shape, self._updater, replay, self._device, config.micro_batch_tokens)
+        self._forward = Forward(wrapped, self._shape, replay, self._device, config.micro_batch_tokens)
+        self._trainer = Trainer(self._forward, self._updater)
 
     @classmethod
     def from_hf(cls, path: str | Path, config: EngineConfig) -> "Engine":
@@ -74,29 +78,21 @@ class Engine:
         """Learning rate of the next optimizer step."""
         return self._updater.lr
 
-    def train_step(
-        self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int = 1, entropy_grad: bool = False
-    ) -> StepResult:
-        """Train on one batch in `mini_batches` optimizer steps.
+    def train_step(self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int = 1) -> StepResult:
+        """Train on one batch in `mini_batches` optimizer steps; `objective.PolicyLoss(config)` is the usual `loss`.
 
         `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
         they are those of the weights before this call. A step whose loss or gradient is not finite changes nothing and
-        is counted. `entropy_grad`: the loss uses the entropy's gradient. Raises SampleError or RoutingTraceError
-        before anything is run.
+        is counted. Raises SampleError or RoutingTraceError before anything is run.
         """
         self._check(samples, self.replays)
-        return self._trainer.train(
-            samples, loss, mini_batches=mini_batches, replay=self.replays, entropy_grad=entropy_grad
-        )
+        return self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays)
 
-    def sft_step(self, demonstrations: Sequence[sft.Demonstration]) -> StepResult:
-        """One optimizer step of supervised fine-tuning, token mean over the global batch. Routes are the model's
-        own."""
-        samples = sft.as_samples(demonstrations)
+    def sft_step(self, demonstrations: Sequence[Demonstration]) -> StepResult:
+        """One optimizer step on demonstrations, token mean over the global batch. Routes are the model's own."""
+        samples = as_samples(demonstrations)
         self._check(samples, needs_trace=False)
-        return self._trainer.train(
-            samples, sft.negative_log_likelihood, mini_batches=1, replay=False, entropy_grad=False
-        )
+        return self._trainer.train(samples, SupervisedLoss(), mini_batches=1, replay=False)
 
     def score(self, samples: Sequence[Sample], replay: bool = True) -> list[torch.Tensor]:
         """Log-probabilities of the response tokens under the current weights: float32 [response] per sample, in order.
@@ -105,13 +101,13 @@ class Engine:
         """
         replay = replay and self._shape.is_moe
         self._check(samples, replay)
-        return self._trainer.score(samples, replay=replay)
+        return self._forward.score(samples, replay)
 
     @torch.no_grad()
     def next_token_logits(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Logits after each prefix, for small evaluations: ids int64 [batch, width] right-padded, lengths [batch] ->
         [batch, vocab]."""
-        wrapped = self._trainer.model
+        wrapped = self._forward.model
         wrapped.eval()
         ids = token_ids.to(self._device)
         positions = torch.arange(ids.size(1), device=self._device).expand_as(ids)

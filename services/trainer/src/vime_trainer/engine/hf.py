@@ -29,8 +29,11 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
 )
-COMPANIONS += ("merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SHARD_BYTES = 5_000_000_000
 
 _IN_LAYER: dict[str, tuple[Layout, tuple[str, ...]]] = {
@@ -99,7 +102,7 @@ def split(layout: Layout, tensor: torch.Tensor, shape: ModelShape) -> list[torch
         return list(tensor.chunk(2))
     groups, width = shape.num_query_groups, tensor.size(-1)
     per_group = shape.num_attention_heads // groups
-    parts = tensor.view(groups, per_group + 2, shape.head_dim, width).split([per_group, 1, 1], dim=1)
+    parts = torch.split(tensor.view(groups, per_group + 2, shape.head_dim, width), [per_group, 1, 1], dim=1)
     return [p.reshape(-1, width) for p in parts]
 
 

@@ -16,7 +16,7 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperatures: to
     """
     scaled = scale(logits, temperatures)
     # Megatron works sequence-first and overwrites its input: `scaled` is ours to lose.
-    loss = vocab_parallel_cross_entropy(scaled.transpose(0, 1).contiguous(), targets.t().contiguous())
+    loss: torch.Tensor = vocab_parallel_cross_entropy(scaled.transpose(0, 1).contiguous(), targets.t().contiguous())
     return -loss.t()
 
 

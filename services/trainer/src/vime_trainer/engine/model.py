@@ -1,7 +1,7 @@
 """Build the megatron-core model of a shape: GPTModel with the local layer spec, wrapped for data parallelism."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -97,7 +97,8 @@ def build_model(shape: ModelShape, config: EngineConfig, device: torch.device) -
     if built != len(shape.moe_layers):
         raise UnsupportedModelError(f"built {built} routers for {len(shape.moe_layers)} MoE layers")
     logger.info("built %s: %d parameters", shape.architecture, sum(p.numel() for p in model.parameters()))
-    return model.to(device)
+    placed: nn.Module = model.to(device)
+    return placed
 
 
 def wrap_model(model: nn.Module, config: EngineConfig) -> DistributedDataParallel:
@@ -117,7 +118,7 @@ def wrap_model(model: nn.Module, config: EngineConfig) -> DistributedDataParalle
 def unwrap(model: nn.Module) -> nn.Module:
     """The GPTModel inside of DDP and Float16Module."""
     while hasattr(model, "module"):
-        model = model.module
+        model = cast(nn.Module, model.module)
     return model
 
 

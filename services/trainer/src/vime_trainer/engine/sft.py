@@ -1,20 +1,17 @@
-"""Supervised fine-tuning through the same step as reinforcement learning."""
+"""Demonstrations: supervised fine-tuning goes through the same step as reinforcement learning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vime_trainer.algorithms.metrics import Metrics, as_sum
-from vime_trainer.algorithms.reducers import sample_weights, weighted_sum
 from vime_trainer.engine.sample import Sample
-from vime_trainer.engine.step import LossBatch
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids with the mask of those to learn, both 1-D of one length. The first token cannot be learnt: nothing
-    precedes it."""
+    """Token ids with the mask of those to learn, both 1-D of one length. Nothing precedes the first: it is not
+    learnt."""
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
@@ -34,13 +31,6 @@ class Demonstration:
             group_id=f"sft-{index}",
             sample_index=0,
         )
-
-
-def negative_log_likelihood(batch: LossBatch) -> tuple[torch.Tensor, Metrics]:
-    """Mean of -log p over the masked tokens of the global batch."""
-    weights_B = sample_weights(batch.counts, "token_mean")
-    loss = weighted_sum(-batch.logprobs_BT, batch.mask_BT.to(batch.logprobs_BT.dtype), weights_B)
-    return loss, {"sft_loss": as_sum(loss)}
 
 
 def as_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:

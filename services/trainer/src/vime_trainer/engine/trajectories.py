@@ -21,7 +21,7 @@ def global_trajectories(samples: Sequence[Sample], device: torch.device) -> Inde
     if not bool(all_reduce_max(named).item()):
         return None
     own = torch.tensor([_digest(s) for s in samples], dtype=torch.int64, device=device)
-    everywhere = torch.cat([own, *_gather(own)]).unique()  # sorted: the same on every rank
+    everywhere = torch.unique(torch.cat([own, *_gather(own)]))  # sorted: the same on every rank
     return Index(torch.searchsorted(everywhere, own), everywhere.numel())
 
 

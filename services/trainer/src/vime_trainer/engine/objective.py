@@ -1,0 +1,80 @@
+"""What the engine asks of a loss, and the library's losses in that form."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vime_trainer.algorithms.index import Index
+from vime_trainer.algorithms.losses import (
+    LossOutput,
+    Objective,
+    PolicyBatch,
+    PolicyLossConfig,
+    batch_denominators,
+    policy_loss,
+    sft_loss,
+)
+from vime_trainer.algorithms.ranks import Reduce
+from vime_trainer.algorithms.reducers import Denominators, Reducer, denominators
+
+
+class Loss(Protocol):
+    """A loss over micro-batches whose shares add up to that of the global mini-batch."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if `counts` reads old logprobs, so that they must exist before the first micro-batch."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """True if the loss is differentiated through the entropy."""
+
+    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+        """Denominators of the global mini-batch from each rank's whole share. `batch.logprobs_BT` holds zeros."""
+
+    def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
+        """One micro-batch's share; `counts` are the mini-batch's, restricted to its samples."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Any objective of the library, with corrections, KL and entropy. See `policy_loss` for `objective` and
+    `reducer`."""
+
+    config: PolicyLossConfig
+    objective: Objective | None = None
+    reducer: Reducer | None = None
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the mismatch correction is normalised over the batch."""
+        return self.config.correction is not None and self.config.correction.needs_whole_batch
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether there is an entropy bonus."""
+        return self.config.entropy_coef != 0
+
+    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+        """`batch_denominators` of the library."""
+        return batch_denominators(batch, self.config, trajectories, reduce)
+
+    def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
+        """`policy_loss` of the library."""
+        return policy_loss(batch, self.config, counts, self.objective, self.reducer)
+
+
+@dataclass(frozen=True)
+class SupervisedLoss:
+    """Negative log-likelihood, token mean over the global mini-batch unless another reducer is named."""
+
+    reducer: str = "token_mean"
+    needs_old_logprobs: bool = False
+    needs_entropy_gradient: bool = False
+
+    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+        """Counts of the mask alone."""
+        return denominators(batch.loss_mask_BT, trajectories, reduce)
+
+    def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
+        """`sft_loss` of the library."""
+        return sft_loss(batch.logprobs_BT, batch.loss_mask_BT, counts, self.reducer)
