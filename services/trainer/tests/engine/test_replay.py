@@ -160,7 +160,7 @@ def test_nothing_stays_behind_after_an_exception(moe_dir: Path, sample_maker: Ma
 def test_a_sample_without_routes_is_refused_before_the_step(moe_dir: Path, sample_maker: Maker) -> None:
     engine = make(moe_dir)
     samples = [sample_maker(3, 6), sample_maker(3, 4, routed_experts=None, sample_index=7)]
-    with pytest.raises(RoutingTraceError, match="g0/7.*0 of 6 routing rows"):
+    with pytest.raises(RoutingTraceError, match=r"g0/7.*0 of 6 routing rows"):
         engine.train_step(samples, LOSS)
     assert engine.optimizer_steps == 0
 
@@ -169,11 +169,17 @@ def test_routes_of_another_length_than_the_micro_batch_stop_the_router(moe_dir: 
     engine = make(moe_dir)
     replay = engine._forward._replay
     assert replay is not None
-    with pytest.raises(RoutingTraceError, match="sees 4 tokens but 3 rows"), replay.session():
-        replay.load([torch.zeros(3, 2, dtype=torch.int64)] * 2)
-        engine.next_token_logits(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
-    with pytest.raises(RoutingTraceError, match="no routes are loaded"), replay.session():
-        engine.next_token_logits(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
-    with pytest.raises(RoutingTraceError, match="routes of 1 micro-batches were loaded, router 0 replayed 0"):
+
+    def run(rows: int | None, forward: bool) -> None:
         with replay.session():
-            replay.load([torch.zeros(3, 2, dtype=torch.int64)] * 2)
+            if rows is not None:
+                replay.load([torch.zeros(rows, 2, dtype=torch.int64)] * 2)
+            if forward:
+                engine.next_token_logits(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
+
+    with pytest.raises(RoutingTraceError, match="sees 4 tokens but 3 rows"):
+        run(3, forward=True)
+    with pytest.raises(RoutingTraceError, match="no routes are loaded"):
+        run(None, forward=True)
+    with pytest.raises(RoutingTraceError, match="routes of 1 micro-batches were loaded, router 0 replayed 0"):
+        run(3, forward=False)
