@@ -1,9 +1,10 @@
-"""The field's known faults, each as the scenario that shows it and the value that is right (K numbers: docs/algorithms.md)."""
+"""The field's known faults: the scenario that shows each and the value that is right (K numbers: docs/algorithms.md)."""
 
 import math
 
 import pytest
 import torch
+
 from vime_trainer.algorithms import (
     AdvantageConfig,
     AdvantageInputs,
@@ -53,7 +54,8 @@ def loss_over(batch, reducer, ranks):
     ("lengths", "advantages", "splits", "token_mean", "sequence_mean"),
     [
         ([2, 8], [1.0, -0.5], [[[[0, 1]]], [[[0], [1]]], [[[0]], [[1]]]], 0.2, -0.25),
-        ([1, 3, 6], [2.0, -1.0, 0.5], [[[[0, 1, 2]]], [[[0, 1], [2]]], [[[2]], [[0], [1]]], [[[0, 1, 2]], []]], -0.2, -0.5),
+        ([1, 3, 6], [2.0, -1.0, 0.5],
+         [[[[0, 1, 2]]], [[[0, 1], [2]]], [[[2]], [[0], [1]]], [[[0, 1, 2]], []]], -0.2, -0.5),
     ],
 )  # fmt: skip
 def test_k01_any_split_gives_the_loss_and_gradient_of_the_global_batch(
