@@ -53,3 +53,8 @@ def check_membership(me: str, last_generation: int, generation: int, members: Se
     if me not in members:
         raise ValueError(f"{me!r} is not among the members {list(members)} of generation {generation}")
     return members.index(me)
+
+
+def member_names(world_size: int) -> list[str]:
+    """Names of a transfer group's members by rank; both ends make them from the rendezvous that the trainer sends."""
+    return [f"member-{rank}" for rank in range(world_size)]

@@ -1,0 +1,1 @@
+"""The loop's ports over gRPC: proto in, domain out. No policy."""

@@ -1,0 +1,140 @@
+"""The buffer as the loop's ledger."""
+
+from __future__ import annotations
+
+import grpc
+from vime.buffer.v1 import batch_service_pb2 as pb
+from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
+from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
+from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
+
+from vime_trainer.adapters.patience import patiently
+from vime_trainer.adapters.protos import to_seconds, version_from_proto, version_to_proto
+from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened
+from vime_trainer.loop.versions import Version
+
+_CALL_S = 60.0
+# LeaseBatch answers an empty OK shortly before its deadline; the rest is for the way back.
+_MARGIN_S = 2.0
+_FINAL = (prompt_service_pb2.BLOCK_REASON_END_OF_DATA, prompt_service_pb2.BLOCK_REASON_CLOSED)
+
+
+class GrpcLedger:
+    """Implements `loop.ports.Ledger`. Every call has a deadline and may be repeated: all are idempotent."""
+
+    def __init__(self, channel: grpc.aio.Channel, table: str = "train") -> None:
+        self._batches, self._tables = BatchServiceStub(channel), TableServiceStub(channel)
+        self._table = table
+
+    async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
+        """See the port."""
+        request = pb.OpenIncarnationRequest(
+            run_id=run_id, resume_step=resume_step, highest_known=highest_known, recipe_digest=recipe_digest
+        )
+        answer = await patiently(
+            "buffer.OpenIncarnation", lambda: self._batches.OpenIncarnation(request, timeout=_CALL_S)
+        )
+        return Opened(answer.incarnation, answer.last_ledger_step, answer.rewound_groups, answer.requeued_prompts)
+
+    async def announce(self, version: Version) -> list[str]:
+        """See the port."""
+        answer = await patiently(
+            "buffer.AnnounceVersion",
+            lambda: self._batches.AnnounceVersion(
+                pb.AnnounceVersionRequest(version=version_to_proto(version)), timeout=_CALL_S
+            ),
+        )
+        return list(answer.opened_evals)
+
+    async def lease_batch(self, incarnation: int, step: int, wait_s: float) -> Batch:
+        """See the port."""
+        request = pb.LeaseBatchRequest(incarnation=incarnation, train_step=step, table=self._table)
+        answer = await patiently(
+            "buffer.LeaseBatch", lambda: self._batches.LeaseBatch(request, timeout=wait_s + _MARGIN_S)
+        )
+        reason = prompt_service_pb2.BlockReason.Name(answer.blocked_by).removeprefix("BLOCK_REASON_").lower()
+        return Batch(
+            groups=[
+                Group(
+                    g.group_id,
+                    g.samples,
+                    g.tokens,
+                    g.staleness,
+                    version_from_proto(g.oldest_version) if g.HasField("oldest_version") else None,
+                )
+                for g in answer.groups
+            ],
+            ended=not answer.groups and answer.blocked_by in _FINAL,
+            blocked_by=reason,
+            counts=dict(answer.counts),
+            replayed=answer.replayed,
+        )
+
+    async def complete_step(
+        self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
+    ) -> Completed:
+        """See the port."""
+        request = pb.CompleteStepRequest(
+            incarnation=incarnation,
+            train_step=step,
+            outcome=pb.STEP_OUTCOME_TRAINED if trained else pb.STEP_OUTCOME_SKIPPED,
+            published_version=None if published is None else version_to_proto(published),
+            final=final,
+            table=self._table,
+        )
+        answer = await patiently("buffer.CompleteStep", lambda: self._batches.CompleteStep(request, timeout=_CALL_S))
+        return Completed(answer.checkpoint_wanted, list(answer.opened_evals))
+
+    async def checkpoint_committed(self, incarnation: int, step: int, oldest_kept_step: int) -> None:
+        """See the port."""
+        request = pb.CheckpointCommittedRequest(
+            incarnation=incarnation, train_step=step, oldest_kept_step=oldest_kept_step
+        )
+        await patiently(
+            "buffer.CheckpointCommitted", lambda: self._batches.CheckpointCommitted(request, timeout=_CALL_S)
+        )
+
+    async def eval_round(self, table: str, step: int) -> EvalRound:
+        """See the port."""
+        answer = await patiently(
+            "buffer.GetEvalRound",
+            lambda: self._batches.GetEvalRound(pb.GetEvalRoundRequest(table=table, step=step), timeout=_CALL_S),
+        )
+        metrics = {
+            table: answer.mean_reward,
+            f"{table}-truncated_ratio": answer.truncated_ratio,
+            f"{table}/response_len/mean": answer.mean_response_tokens,
+            f"{table}/n": float(answer.scored),
+            f"{table}/unscored": float(answer.unscored),
+            f"{table}/given_up": float(answer.given_up),
+            f"{table}/seconds": to_seconds(answer.duration),
+        }
+        metrics |= {f"{table}-pass@{k}": value for k, value in answer.pass_at_k.items()}
+        ended = answer.inserted + answer.given_up
+        return EvalRound(answer.done, metrics, f"{ended} of {answer.prompts} prompts")
+
+    async def counts(self) -> dict[str, float]:
+        """See the port."""
+        answer = await patiently(
+            "buffer.GetTable",
+            lambda: self._tables.GetTable(table_service_pb2.GetTableRequest(name=self._table), timeout=_CALL_S),
+        )
+        counts = answer.table.counts
+        named = {
+            "groups_inserted": counts.groups_inserted,
+            "groups_stored": counts.groups_stored,
+            "groups_leased": counts.groups_leased,
+            "groups_consumed": counts.groups_consumed,
+            "groups_retired": counts.groups_retired,
+            "groups_dropped": sum(counts.groups_dropped.values()),
+            "groups_evicted": sum(counts.groups_evicted.values()),
+            "prompts_drawn": counts.prompts_drawn,
+            "prompts_open": counts.prompts_open,
+            "prompts_inserted": counts.prompts_inserted,
+            "prompts_requeued": counts.prompts_requeued,
+            "prompts_given_up": sum(counts.prompts_given_up.values()),
+            "payload_bytes": counts.payload_bytes,
+        }
+        metrics = {f"buffer/{name}": float(value) for name, value in named.items()}
+        metrics |= {f"rollout/dynamic_filter/drop_{why}": float(n) for why, n in counts.groups_dropped.items()}
+        return metrics

@@ -1,0 +1,30 @@
+"""Versions between the loop and the contract."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from vime.common.v1.weight_version_pb2 import WeightVersion
+
+from vime_trainer.loop.versions import Version
+
+
+def version_to_proto(version: Version) -> WeightVersion:
+    """Domain to contract."""
+    return WeightVersion(run_id=version.run_id, incarnation=version.incarnation, step=version.step)
+
+
+def version_from_proto(version: WeightVersion) -> Version:
+    """Contract to domain."""
+    return Version(version.run_id, version.incarnation, version.step)
+
+
+def seconds(value: float) -> Duration:
+    """Seconds to the contract's duration."""
+    duration = Duration()
+    duration.FromNanoseconds(round(value * 1e9))
+    return duration
+
+
+def to_seconds(duration: Duration) -> float:
+    """The contract's duration to seconds."""
+    return duration.seconds + duration.nanos / 1e9

@@ -1,0 +1,198 @@
+"""The rank processes as the loop's ranks: commands and results over the mailbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.common.v1.trajectory_pb2 import Sample, TrajectoryGroup
+from vime.trainer.v1 import rank_service_pb2 as pb
+
+from vime_trainer.adapters.protos import seconds, to_seconds, version_to_proto
+from vime_trainer.loop.ports import Described, Loaded, RankDied, Refused, Saved, Trained
+from vime_trainer.loop.versions import Version
+from vime_trainer.ranks.mailbox import Mailbox
+from vime_trainer.ranks.processes import RankProcesses
+
+logger = logging.getLogger(__name__)
+
+Command = pb.NextCommandResponse
+Result = pb.ReportResultRequest
+
+
+class GrpcRanks:
+    """Implements `loop.ports.Ranks`. Results come in through `servicers.RankServicer`, which reads `mailbox`."""
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        world_size: int,
+        checkpoints: Path,
+        keep_last: int,
+        canary_prompts: int,
+        start_timeout_s: float,
+        command_timeout_s: float,
+    ) -> None:
+        self._processes, self._world_size = processes, world_size
+        self._checkpoints, self._keep_last, self._canary_prompts = checkpoints, keep_last, canary_prompts
+        self._start_timeout_s, self._command_timeout_s = start_timeout_s, command_timeout_s
+        self._launches = 0
+        self._watch: asyncio.Task[None] | None = None
+        self.address = ""
+        self.mailbox: Mailbox[Command, Result] | None = None
+        self.components: dict[str, str] = {}
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel size: today every rank is one."""
+        return self._world_size
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Process ids by rank, for tests and logs."""
+        return self._processes.pids
+
+    async def start(self) -> None:
+        """Start the processes and wait until all are attached."""
+        await self.stop()
+        self._launches += 1
+        launch_id = secrets.token_urlsafe(16)
+        mailbox = self.mailbox = Mailbox(self._world_size, launch_id)
+        await self._processes.start(self._launches, {"VIME_LAUNCH_ID": launch_id, "VIME_TRAINER_ADDRESS": self.address})
+        self._watch = asyncio.create_task(self._watch_deaths(mailbox), name="watch-ranks")
+        try:
+            await mailbox.wait_attached(self._start_timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise RankDied(f"not all of {self._world_size} ranks were up after {self._start_timeout_s:.0f} s") from None
+
+    async def stop(self) -> None:
+        """End the processes."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        await self._processes.stop()
+
+    async def _watch_deaths(self, mailbox: Mailbox[Command, Result]) -> None:
+        cause = await self._processes.wait_for_death()
+        logger.error("%s", cause)
+        await mailbox.fail(RankDied(cause))
+
+    async def _run(self, command: Command, timeout_s: float | None = None) -> list[Result]:
+        if self.mailbox is None:
+            raise RankDied("the ranks are not started")
+        limit = self._command_timeout_s if timeout_s is None else timeout_s
+        try:
+            results = await self.mailbox.run(command, limit, lambda result: bool(result.error))
+        except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
+            raise RankDied(str(error)) from error
+        for result in results.values():
+            if result.error:
+                raise _error(command, result)
+        return list(results.values())
+
+    async def load(self, checkpoint: str | None) -> Loaded:
+        """See the port."""
+        results = await self._run(Command(load=pb.LoadCommand(checkpoint=checkpoint or "")))
+        loaded = results[0].load
+        return Loaded(json.loads(loaded.state_json) if loaded.state_json else {}, loaded.parameters)
+
+    async def train(
+        self,
+        step: int,
+        group_ids: Sequence[str],
+        group_ranks: Sequence[int],
+        policy: Version,
+        *,
+        score_without_replay: bool,
+        sample_texts: int,
+    ) -> Trained:
+        """See the port."""
+        command = pb.TrainCommand(
+            train_step=step,
+            group_ids=group_ids,
+            group_ranks=group_ranks,
+            policy_version=version_to_proto(policy),
+            score_without_replay=score_without_replay,
+            sample_texts=sample_texts,
+        )
+        return _trained(await self._run(Command(train=command)))
+
+    async def train_groups(self, groups: Sequence[TrajectoryGroup], learning_rate: float | None) -> Trained:
+        """Train a step on groups given by the caller, split over the ranks in turn."""
+        command = pb.TrainCommand(
+            inline_groups=groups,
+            group_ids=[g.group_id for g in groups],
+            group_ranks=[i % self._world_size for i in range(len(groups))],
+            learning_rate=learning_rate,
+            score_without_replay=True,
+        )
+        return _trained(await self._run(Command(train=command)))
+
+    async def score(self, samples: Sequence[Sample], temperature: float, replay: bool) -> list[list[float]]:
+        """Logprobs of each sample's response, in order."""
+        command = pb.ScoreCommand(samples=samples, temperature=temperature, replay=replay)
+        results = await self._run(Command(score=command))
+        return [list(score.logprobs) for score in results[0].score.scores]
+
+    async def describe(self, version: Version) -> Described:
+        """See the port."""
+        command = pb.DescribeCommand(version=version_to_proto(version), canary_prompts=self._canary_prompts)
+        described = (await self._run(Command(describe=command)))[0].describe
+        return Described(
+            version=version,
+            manifest=described.manifest,
+            digest=described.manifest.digest,
+            total_bytes=described.manifest.total_bytes,
+            store_address=described.store_address,
+            canary=list(described.canary),
+        )
+
+    async def send(self, described: Described, generation: int, world: int, timeout_s: float) -> float:
+        """See the port. A failed transfer raises Refused: the ranks are well."""
+        command = pb.SendCommand(
+            version=version_to_proto(described.version),
+            generation=generation,
+            world_size=world,
+            timeout=seconds(timeout_s),
+        )
+        results = await self._run(Command(send=command), timeout_s + 30.0)
+        return to_seconds(results[0].send.transfer_time)
+
+    async def save(self, step: int, state: dict[str, Any], hf: bool) -> Saved:
+        """See the port."""
+        command = pb.SaveCommand(
+            folder=str(self._checkpoints),
+            train_step=step,
+            state_json=json.dumps(state),
+            keep_last=self._keep_last,
+            hf=hf,
+        )
+        saved = (await self._run(Command(save=command)))[0].save
+        return Saved(saved.path, list(saved.kept_steps))
+
+
+class CommandFailed(Exception):
+    """A rank is well but could not do what it was told; the message is the rank's."""
+
+
+def _error(command: Command, result: Result) -> Exception:
+    name = command.WhichOneof("command") or "command"
+    message = f"rank {result.rank} could not {name}: {result.error}"
+    return Refused(message) if result.error_reason == "TRANSFER_FAILED" else CommandFailed(message)
+
+
+def _trained(results: Sequence[Result]) -> Trained:
+    parts = [result.train for result in results]
+    return Trained(
+        metrics=dict(parts[0].metrics),
+        skipped=parts[0].skipped,
+        sample_json=[text for part in parts for text in part.sample_json],
+        left_out={name: why for part in parts for name, why in part.left_out.items()},
+        trained_samples=[name for part in parts for name in part.trained_samples],
+    )

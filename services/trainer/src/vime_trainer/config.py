@@ -1,0 +1,117 @@
+"""Settings of the trainer service: what a recipe's `[trainer]` section may say. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from vime_service.config import ConfigModel
+from vime_service.server_config import ServiceConfig
+from vime_trainer.algorithm_config import AlgorithmConfig
+from vime_trainer.engine.config import EngineConfig
+from vime_trainer.loop.publisher import PublishConfig
+
+
+class CheckpointConfig(ConfigModel):
+    """When checkpoints are written and how many stay."""
+
+    interval: int = Field(default=20, ge=1)
+    """Steps between checkpoints. The last step always writes one; the buffer may ask for one earlier."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept. The one that the pointer names is never deleted."""
+
+    export_hf: bool = False
+    """Write an HF folder into every checkpoint. The last one of a run always has it."""
+
+
+class MetricsConfig(ConfigModel):
+    """What is measured beside the training itself."""
+
+    no_replay_interval: int = Field(default=1, ge=0)
+    """Every so many steps the batch is scored once more without replay, to show what R3 is worth. 0: never."""
+
+    sample_texts: int = Field(default=8, ge=0)
+    """Samples per step that are written to samples.jsonl."""
+
+
+class FaultConfig(ConfigModel):
+    """How much trouble is borne before a run ends."""
+
+    max_skipped_in_a_row: int = Field(default=5, ge=1)
+    """Non-finite steps in a row that end the run."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Times that died ranks are started again in one process life."""
+
+    rank_start_timeout_s: float = Field(default=180.0, gt=0)
+    """Longest time from starting the ranks to the last one attached."""
+
+    command_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time that one command of the ranks may take."""
+
+
+class TrainerSettings(ConfigModel):
+    """The `[trainer]` section."""
+
+    run_id: str = Field(min_length=1)
+    """Names the run in every weight version."""
+
+    run_dir: Path
+    """Run folder: metrics.jsonl, samples.jsonl, checkpoints/ and logs/ are written here."""
+
+    model_path: Path
+    """HF folder of the starting model."""
+
+    buffer_address: str
+    """`host:port` of the buffer."""
+
+    router_address: str
+    """`host:port` of the router."""
+
+    steps: int = Field(ge=1)
+    """Train steps in all, counted from the start of the run."""
+
+    seed: int = 0
+    """Seed of the run."""
+
+    world_size: int = Field(default=1, ge=1)
+    """Rank processes."""
+
+    lease_wait_s: float = Field(default=10.0, gt=0)
+    """How long one LeaseBatch call waits before the loop looks after the fleet and asks again."""
+
+    eval_tables: list[str] = Field(default_factory=list)
+    """Tables whose rounds are reported as they end."""
+
+    engine: EngineConfig = EngineConfig()
+    """The Megatron engine of each rank."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage and loss."""
+
+    publish: PublishConfig = PublishConfig()
+    """Weight updates."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+
+    metrics: MetricsConfig = MetricsConfig()
+    """What is measured."""
+
+    faults: FaultConfig = FaultConfig()
+    """Bounds."""
+
+    @model_validator(mode="after")
+    def _model_exists(self) -> TrainerSettings:
+        if not (self.model_path / "config.json").is_file():
+            raise ValueError(f"model_path {self.model_path} holds no config.json")
+        return self
+
+
+class TrainerConfig(ServiceConfig):
+    """The whole configuration file of `python -m vime_trainer`."""
+
+    trainer: TrainerSettings
+    """The trainer."""

@@ -1,0 +1,105 @@
+"""What happened in the loop, kept so that a watcher that lost its stream can ask again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vime_trainer.loop.versions import Version
+
+
+class State(Enum):
+    """State of the trainer; names are those of the contract's TrainerState."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    RECOVERING = "recovering"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where the trainer stands."""
+
+    state: State
+    run_id: str
+    num_steps: int
+    incarnation: int = 0
+    train_step: int = 0
+    published: Version | None = None
+    activity: str = ""
+    detail: str = ""
+    checkpoint_step: int | None = None
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """A completed step."""
+
+    train_step: int
+    metrics: dict[str, float]
+    group_ids: list[str]
+    skipped: bool
+    published: Version | None
+
+
+@dataclass(frozen=True)
+class EvalEvent:
+    """A completed eval round."""
+
+    table: str
+    step: int
+    metrics: dict[str, float]
+
+
+Event = StepEvent | EvalEvent | Status
+
+
+@dataclass
+class EventLog:
+    """The last `limit` events, numbered from 1, and a wake-up for those who wait for the next."""
+
+    limit: int = 10_000
+    _events: deque[tuple[int, Event]] = field(default_factory=deque)
+    _sequence: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _closed: bool = False
+
+    async def add(self, event: Event) -> None:
+        """Append an event and wake the watchers."""
+        async with self._changed:
+            self._sequence += 1
+            self._events.append((self._sequence, event))
+            while len(self._events) > self.limit:
+                self._events.popleft()
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """End all watches once they have seen everything."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def watch(self, after: int) -> AsyncIterator[tuple[int, Event]]:
+        """Events with a sequence above `after`, past ones first; ends when the log is closed.
+
+        A sequence that this process never gave comes from an earlier life of the trainer: it starts from the first.
+        """
+        seen = after if after <= self._sequence else 0
+        while True:
+            async with self._changed:
+                while self._sequence <= seen and not self._closed:
+                    await self._changed.wait()
+                fresh = [(number, event) for number, event in self._events if number > seen]
+                closed = self._closed
+            for number, event in fresh:
+                seen = number
+                yield number, event
+            if closed and not fresh:
+                return

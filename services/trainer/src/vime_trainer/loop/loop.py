@@ -1,0 +1,302 @@
+"""The training loop: LeaseBatch → train → publish → CompleteStep, a checkpoint now and then. The only loop of a run.
+
+The order decides what a crash costs (docs/recovery.md): the ledger holds the batch before it is trained, the fleet the
+version before the step is completed, the pointer the checkpoint before the ledger forgets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vime_trainer.config import TrainerSettings
+from vime_trainer.loop.checkpoints import Resume
+from vime_trainer.loop.events import EvalEvent, EventLog, State, Status, StepEvent
+from vime_trainer.loop.plan import assign_groups
+from vime_trainer.loop.ports import Batch, Ledger, Ranks, Trained
+from vime_trainer.loop.publisher import Published, Publisher
+from vime_trainer.loop.versions import Version
+from vime_trainer.run_files import RunFiles
+
+logger = logging.getLogger(__name__)
+
+_EVAL_POLL_S = 0.25
+
+
+class LoopFailed(Exception):
+    """The run cannot go on; the message is the one sentence to show."""
+
+
+@dataclass
+class StepClock:
+    """Where the time of one step goes; seconds by part."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+
+    async def measure(self, part: str, work: Awaitable[Any]) -> Any:
+        """Await `work` and add its time to `part`."""
+        started = time.monotonic()
+        try:
+            return await work
+        finally:
+            self.parts[part] = self.parts.get(part, 0.0) + time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        """The step's times under their metric names."""
+        total = time.monotonic() - self._began
+        wait = self.parts.get("wait", 0.0)
+        known = sum(self.parts.values())
+        return {
+            "perf/step_time": total,
+            "perf/train_wait_time": wait,
+            "perf/wait_time_ratio": wait / total if total > 0 else 0.0,
+            "perf/rank_time": self.parts.get("train", 0.0),
+            "perf/update_weights_time": self.parts.get("publish", 0.0),
+            "perf/save_model_time": self.parts.get("save", 0.0),
+            "perf/eval_time": self.parts.get("eval", 0.0),
+            "perf/unaccounted_time": max(0.0, total - known),
+        }
+
+
+class TrainingLoop:
+    """One incarnation after the other until the last step is completed. `run` may be called once."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ledger: Ledger,
+        ranks: Ranks,
+        publisher: Publisher,
+        files: RunFiles,
+        events: EventLog,
+        find_resume: Callable[[], Resume],
+        recipe_digest: str,
+    ) -> None:
+        self._settings, self._ledger, self._ranks = settings, ledger, ranks
+        self._publisher, self._files, self._events = publisher, files, events
+        self._find_resume, self._recipe_digest = find_resume, recipe_digest
+        self._stop = asyncio.Event()
+        self._status = Status(State.IDLE, settings.run_id, settings.steps)
+        self._highest_known = 0
+        self._skipped_in_a_row = 0
+        self._pending_evals: list[tuple[str, int]] = []
+
+    @property
+    def status(self) -> Status:
+        """Where it stands."""
+        return self._status
+
+    def stop(self) -> None:
+        """End after the step in hand."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Train to the last step. Raises LoopFailed, PublishFailed, RankDied or what the ledger raises."""
+        version = await self._open_incarnation()
+        for step in range(version.step + 1, self._settings.steps + 1):
+            if self._stop.is_set():
+                break
+            finished = await self._step(step, version)
+            if finished is None:  # the data ended before the steps did
+                break
+            version = finished
+        await self._report_evals(StepClock(), version, final=True)
+        await self._say(state=State.FINISHED, activity="")
+
+    # ------------------------------------------------------------------ incarnations
+
+    async def _open_incarnation(self) -> Version:
+        """Load the newest checkpoint (or the starting model), open an incarnation and publish what it holds."""
+        resume = self._find_resume()
+        self._highest_known = max(self._highest_known, resume.incarnation)
+        await self._say(state=State.STARTING, activity="loading weights", checkpoint_step=resume.step_or_none)
+        loaded = await self._ranks.load(resume.path)
+        opened = await self._ledger.open_incarnation(
+            self._settings.run_id, resume.step, self._highest_known, self._recipe_digest
+        )
+        self._highest_known = opened.incarnation
+        version = Version(self._settings.run_id, opened.incarnation, resume.step)
+        logger.info(
+            "incarnation %d from step %d: %d parameters, %d groups rewound, %d prompts re-queued",
+            opened.incarnation,
+            resume.step,
+            loaded.parameters,
+            opened.rewound_groups,
+            opened.requeued_prompts,
+        )
+        self._files.incarnation(version, resume.step, opened.rewound_groups)
+        self._pending_evals.clear()
+        await self._say(activity="publishing to the fleet", incarnation=opened.incarnation, train_step=resume.step)
+        await self._publisher.publish(version)
+        self._open_evals(await self._ledger.announce(version), resume.step)
+        await self._say(state=State.RUNNING, published=version)
+        return version
+
+    # ------------------------------------------------------------------ one step
+
+    async def _step(self, step: int, policy: Version) -> Version | None:
+        """Train one batch; the policy version afterwards. None: no batch will ever come."""
+        clock = StepClock()
+        await self._report_evals(clock, policy)
+        batch: Batch = await clock.measure("wait", self._lease(step, policy))
+        if batch.ended:
+            logger.info("no batch for step %d: %s", step, batch.blocked_by)
+            return None
+        await self._say(activity=f"training step {step}")
+        trained: Trained = await clock.measure("train", self._train(step, batch, policy))
+        version, published = await self._publish(step, policy, trained, clock)
+        final = step == self._settings.steps
+        completed = await self._ledger.complete_step(
+            policy.incarnation,
+            step,
+            trained=not trained.skipped,
+            published=None if published is None else version,
+            final=final,
+        )
+        self._open_evals(completed.opened_evals, step)
+        if final or completed.checkpoint_wanted or step % self._settings.checkpoint.interval == 0:
+            await clock.measure("save", self._save(step, version, final))
+        await self._report_step(step, version, batch, trained, published, clock)
+        return version
+
+    async def _lease(self, step: int, policy: Version) -> Batch:
+        """Ask for the batch until it comes; between two calls, look after engines that lag behind."""
+        while True:
+            batch = await self._ledger.lease_batch(policy.incarnation, step, self._settings.lease_wait_s)
+            if batch.groups or batch.ended:
+                return batch
+            if self._stop.is_set():
+                return Batch(ended=True, blocked_by="stopped")
+            counts = ", ".join(f"{name} {value}" for name, value in sorted(batch.counts.items()))
+            await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
+            if caught_up := await self._publisher.catch_up(policy):
+                logger.info("brought %s to %s", ", ".join(caught_up), policy)
+
+    async def _train(self, step: int, batch: Batch, policy: Version) -> Trained:
+        metrics = self._settings.metrics
+        interval = metrics.no_replay_interval
+        return await self._ranks.train(
+            step,
+            [g.group_id for g in batch.groups],
+            assign_groups([g.tokens for g in batch.groups], self._ranks.data_parallel),
+            policy,
+            score_without_replay=interval > 0 and step % interval == 0,
+            sample_texts=metrics.sample_texts,
+        )
+
+    async def _publish(
+        self, step: int, policy: Version, trained: Trained, clock: StepClock
+    ) -> tuple[Version, Published | None]:
+        """Publish the step's weights if it is due; the policy version afterwards."""
+        if trained.skipped:
+            self._skipped_in_a_row += 1
+            limit = self._settings.faults.max_skipped_in_a_row
+            await self._say(skipped_steps=self._status.skipped_steps + 1)
+            if self._skipped_in_a_row >= limit:
+                raise LoopFailed(
+                    f"{limit} steps in a row had no finite loss and gradient or no trainable token; "
+                    f"the last was step {step} (grad norm {trained.metrics.get('train/grad_norm')})"
+                )
+            return policy, None
+        self._skipped_in_a_row = 0
+        version = replace(policy, step=step)
+        if step % self._settings.publish.interval and step != self._settings.steps:
+            return policy, None
+        await self._say(activity=f"publishing {version}")
+        published: Published = await clock.measure("publish", self._publisher.publish(version))
+        await self._say(published=version)
+        return version, published
+
+    async def _save(self, step: int, version: Version, final: bool) -> None:
+        await self._say(activity=f"saving step {step}")
+        state = {"run_id": version.run_id, "incarnation": version.incarnation, "step": step}
+        state |= {"version_step": version.step, "skipped_steps": self._status.skipped_steps}
+        saved = await self._ranks.save(step, state, self._settings.checkpoint.export_hf or final)
+        await self._ledger.checkpoint_committed(version.incarnation, step, min(saved.kept_steps))
+        await self._say(checkpoint_step=step)
+
+    # ------------------------------------------------------------------ reports
+
+    async def _report_step(
+        self,
+        step: int,
+        version: Version,
+        batch: Batch,
+        trained: Trained,
+        published: Published | None,
+        clock: StepClock,
+    ) -> None:
+        staleness = [g.staleness for g in batch.groups]
+        metrics = dict(trained.metrics) | await self._ledger.counts() | clock.metrics()
+        metrics |= {
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": float(max(staleness)),
+            "train/step": float(step),
+        }
+        tokens = sum(g.tokens for g in batch.groups)
+        metrics["perf/tokens_per_s"] = tokens / metrics["perf/step_time"]
+        metrics["perf/other_time"] = max(
+            0.0,
+            metrics["perf/step_time"]
+            - sum(
+                metrics.get(part, 0.0)
+                for part in (
+                    "perf/train_wait_time",
+                    "perf/log_probs_time",
+                    "perf/actor_train_time",
+                    "perf/update_weights_time",
+                )
+            ),
+        )
+        if published is not None:
+            metrics["perf/update_weights_wire_bytes"] = float(published.bytes_sent)
+            metrics["perf/update_weights_pause_time"] = published.pause_s
+            metrics["perf/engines_committed"] = float(len(published.committed))
+            if published.canary_difference is not None:
+                metrics["train/canary_logprob_abs_diff"] = published.canary_difference
+        self._files.step(step, version, trained.skipped, metrics)
+        self._files.samples(step, trained.sample_json)
+        for sample, reason in trained.left_out.items():
+            logger.warning("step %d left out sample %s: %s", step, sample, reason)
+        await self._say(train_step=step, activity="")
+        ids = [g.group_id for g in batch.groups]
+        await self._events.add(
+            StepEvent(step, metrics, ids, trained.skipped, None if published is None else published.version)
+        )
+
+    def _open_evals(self, tables: list[str], step: int) -> None:
+        self._pending_evals += [(table, step) for table in tables]
+
+    async def _report_evals(self, clock: StepClock, policy: Version, final: bool = False) -> None:
+        """Wait for the rounds that are open, as long as they hold training, and report them."""
+        while self._pending_evals and not (self._stop.is_set() and not final):
+            table, step = self._pending_evals[0]
+            done = await clock.measure("eval", self._await_eval(table, step, policy))
+            self._pending_evals.pop(0)
+            self._files.evaluation(table, step, done)
+            await self._events.add(EvalEvent(table, step, done))
+
+    async def _await_eval(self, table: str, step: int, policy: Version) -> dict[str, float]:
+        looked_after = time.monotonic()
+        while True:
+            current = await self._ledger.eval_round(table, step)
+            if current.done:
+                return current.metrics
+            await self._say(activity=f"{table} at step {step}: {current.progress}")
+            if time.monotonic() - looked_after > self._settings.lease_wait_s:
+                await self._publisher.catch_up(policy)
+                looked_after = time.monotonic()
+            # The ledger has no call that waits for a round; a quarter second is short beside any round.
+            await asyncio.sleep(_EVAL_POLL_S)
+
+    async def _say(self, **changes: Any) -> None:
+        """Change the status and tell the watchers, if anything changed."""
+        changed = replace(self._status, **changes)
+        if changed != self._status:
+            self._status = changed
+            await self._events.add(changed)

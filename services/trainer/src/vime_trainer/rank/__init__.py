@@ -1,0 +1,1 @@
+"""One rank process: asks the service for commands and runs them on the Megatron engine."""

@@ -1,0 +1,185 @@
+"""Runs one command after the other on the engine. All ranks run the same commands in the same order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from vime.common.v1.trajectory_pb2 import TrajectoryGroup
+from vime.trainer.v1 import rank_service_pb2 as pb
+from vime.trainer.v1.trainer_service_pb2 import SampleLogprobs
+
+from vime_service.bulk.wire import manifest_to_proto, version_from_proto
+from vime_trainer.adapters.protos import seconds, to_seconds
+from vime_trainer.algorithm_config import build_loss
+from vime_trainer.algorithms.ranks import Reduce
+from vime_trainer.config import TrainerSettings
+from vime_trainer.engine import distributed
+from vime_trainer.engine.engine import Engine
+from vime_trainer.engine.objective import PolicyLoss
+from vime_trainer.engine.step import StepResult
+from vime_trainer.rank.groups import Prepared, bare_sample, name_of, prepare
+from vime_trainer.rank.measures import mismatch_measures, rollout_measures
+from vime_trainer.rank.transfer import Sender, reachable_host
+
+GLOBAL = Reduce(sum=distributed.all_reduce_sum, max=distributed.all_reduce_max)
+
+
+class Commands:
+    """The engine and what the commands need beside it. Blocking: runs in one thread of its own."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._engine: Engine | None = None
+        self._sender: Sender | None = None
+        self._loss = PolicyLoss(build_loss(settings.algorithm))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; LoadCommand makes it."""
+        if self._engine is None:
+            raise RuntimeError("no weights are loaded: LoadCommand comes first")
+        return self._engine
+
+    def load(self, command: pb.LoadCommand) -> pb.LoadResult:
+        """Build the engine from the starting model; with a checkpoint, take everything from there."""
+        if self._engine is None:
+            self._engine = Engine.from_hf(self._settings.model_path, self._settings.engine)
+        self._sender = Sender(self._engine, reachable_host()) if distributed.data_parallel_rank() == 0 else None
+        state = self._engine.load_checkpoint(Path(command.checkpoint)) if command.checkpoint else {}
+        parameters = sum(tensor.numel() for _, tensor in self._engine.export())
+        return pb.LoadResult(state_json=json.dumps(state), parameters=parameters)
+
+    def my_groups(self, command: pb.TrainCommand) -> list[int]:
+        """Places in the batch of the groups that this rank trains."""
+        rank = distributed.data_parallel_rank()
+        return [place for place, owner in enumerate(command.group_ranks) if owner == rank]
+
+    def train(self, command: pb.TrainCommand, groups: Sequence[TrajectoryGroup], fetch_s: float) -> pb.TrainResult:
+        """One step on this rank's groups."""
+        started = time.monotonic()
+        algorithm = self._settings.algorithm
+        prepared = prepare(groups, self.my_groups(command), len(command.group_ids), algorithm, GLOBAL)
+        prepared_at = time.monotonic()
+        unreplayed = self._score_without_replay(prepared) if command.score_without_replay else None
+        scored_at = time.monotonic()
+        result = self.engine.train_step(prepared.samples, self._loss, mini_batches=algorithm.mini_batches)
+        trained_at = time.monotonic()
+        metrics = self._metrics(command, prepared, result, unreplayed)
+        metrics |= {
+            "perf/data_preprocess_time": fetch_s + prepared_at - started,
+            "perf/log_probs_time": scored_at - prepared_at,
+            "perf/actor_train_time": trained_at - scored_at,
+        }
+        return pb.TrainResult(
+            metrics=metrics,
+            skipped=result.skipped,
+            trained_samples=[f"{group}#{index}" for group, index in result.trained],
+            left_out=prepared.left_out,
+            sample_json=_sample_texts(prepared, groups, result, command.sample_texts),
+        )
+
+    def _score_without_replay(self, prepared: Prepared) -> list[torch.Tensor] | None:
+        if not self.engine.replays:
+            return None
+        return self.engine.score(prepared.samples, replay=False)
+
+    def _metrics(
+        self,
+        command: pb.TrainCommand,
+        prepared: Prepared,
+        result: StepResult,
+        unreplayed: list[torch.Tensor] | None,
+    ) -> dict[str, float]:
+        policy = int(command.policy_version.step)
+        metrics = rollout_measures(prepared, GLOBAL)
+        metrics |= {f"train/{name}": value for name, value in result.metrics.items() if value is not None}
+        metrics |= {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr-pg_0": result.lr,
+            "train/optimizer_steps": float(result.steps_taken),
+            "train/optimizer_steps_skipped": float(result.steps_skipped),
+        }
+        metrics |= mismatch_measures(prepared.samples, result.logprobs, policy, "", GLOBAL)
+        if unreplayed is not None:
+            metrics |= mismatch_measures(prepared.samples, unreplayed, policy, "_no_replay", GLOBAL)
+        return metrics
+
+    def score(self, command: pb.ScoreCommand) -> pb.ScoreResult:
+        """Logprobs of given samples; every rank scores all of them, since there are few."""
+        samples = [bare_sample(sample, command.temperature or 1.0) for sample in command.samples]
+        scored = self.engine.score(samples, replay=command.replay)
+        return pb.ScoreResult(scores=[SampleLogprobs(logprobs=logprobs.tolist()) for logprobs in scored])
+
+    def describe(self, command: pb.DescribeCommand) -> pb.DescribeResult:
+        """Snapshot, hash and canary of the weights held."""
+        if self._sender is None:
+            return pb.DescribeResult()
+        manifest = self._sender.describe(version_from_proto(command.version))
+        return pb.DescribeResult(
+            manifest=manifest_to_proto(manifest),
+            store_address=self._sender.store_address,
+            canary=self._sender.canary(command.canary_prompts),
+        )
+
+    def send(self, command: pb.SendCommand) -> pb.SendResult:
+        """Broadcast the weights described to the engines of a generation."""
+        if self._sender is None:
+            return pb.SendResult()
+        stats = self._sender.send(
+            version_from_proto(command.version),
+            command.generation,
+            command.world_size,
+            to_seconds(command.timeout),
+        )
+        return pb.SendResult(bytes=stats.nbytes, transfer_time=seconds(stats.seconds))
+
+    def save(self, command: pb.SaveCommand) -> pb.SaveResult:
+        """Commit a checkpoint."""
+        saved = self.engine.save_checkpoint(
+            Path(command.folder),
+            step=int(command.train_step),
+            state=json.loads(command.state_json),
+            keep_last=int(command.keep_last),
+            hf=command.hf,
+        )
+        return pb.SaveResult(path=str(saved.path), kept_steps=saved.kept_steps)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        if self._sender is not None:
+            self._sender.close()
+        distributed.shutdown()
+
+
+def _sample_texts(prepared: Prepared, groups: Sequence[TrajectoryGroup], result: StepResult, count: int) -> list[str]:
+    """Some samples as people read them: the first of each group, then the second, ... up to `count`."""
+    prompts = {group.group_id: group.prompt for group in groups}
+    order = sorted(range(len(prepared.samples)), key=lambda i: (prepared.protos[i].sample_index, prepared.places[i]))
+    texts = []
+    for i in order[:count]:
+        sample, proto = prepared.samples[i], prepared.protos[i]
+        prompt = prompts[proto.group_id]
+        gap = (result.logprobs[i] - sample.rollout_logprobs)[sample.loss_mask]
+        texts.append(
+            json.dumps(
+                {
+                    "sample": name_of(proto),
+                    "prompt": prompt.text or [m.content for m in prompt.chat.messages] or None,
+                    "record": prompt.record_json,
+                    "response": proto.response_text,
+                    "reward": proto.reward,
+                    "advantage": float(sample.advantages[0]),
+                    "tokens": len(proto.response_token_ids),
+                    "finish_reason": proto.finish_reason,
+                    "logprob_abs_diff": float(gap.abs().mean()) if gap.numel() else None,
+                    "versions": list(sample.weight_versions),
+                    "engine": proto.engine_id,
+                }
+            )
+        )
+    return texts
