@@ -1,0 +1,135 @@
+"""Between the contract's messages and the router's own words. Refuses what no engine may say."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from vime.common.v1.engine_pb2 import EngineStatus
+from vime.common.v1.weight_version_pb2 import Fence as FenceProto
+from vime.common.v1.weight_version_pb2 import VersionSpan, WeightVersion
+from vime.router.v1.router_service_pb2 import EngineHealth, HeartbeatRequest, RoutedEngine
+
+from vime_client.addresses import split_address
+from vime_router.breaker import BreakerState
+from vime_router.directory import EngineLoad, EngineState, Entry, Liveness, Report
+from vime_router.fences import Fence, FenceKind, Version
+from vime_router.fleet import Seat
+from vime_router.progress import Span
+from vime_service.errors import InvalidArgument
+
+
+def version_of(message: WeightVersion) -> Version:
+    """A weight version."""
+    return Version(message.run_id, message.incarnation, message.step)
+
+
+def fence_of(message: FenceProto) -> Fence:
+    """A fence; unset means any.
+
+    Raises:
+        InvalidArgument: it names no run.
+    """
+    kind = message.WhichOneof("kind")
+    if kind is None or kind == "any":
+        return Fence()
+    version = version_of(message.at_least if kind == "at_least" else message.exactly)
+    if not version.run_id:
+        raise InvalidArgument(f"fence.{kind}.run_id is empty", field=f"fence.{kind}.run_id")
+    return Fence(FenceKind(kind), version)
+
+
+def span_of(message: VersionSpan) -> Span:
+    """A version span."""
+    return Span(message.first_token, version_of(message.weight_version))
+
+
+def span_message(span: Span) -> VersionSpan:
+    """A version span as message."""
+    version = span.version
+    return VersionSpan(
+        first_token=span.first_token,
+        weight_version=WeightVersion(run_id=version.run_id, incarnation=version.incarnation, step=version.step),
+    )
+
+
+def report_of(request: HeartbeatRequest) -> Report:
+    """A heartbeat.
+
+    Raises:
+        InvalidArgument: it does not say who it is from, or says that it serves but not what.
+    """
+    status, info = request.status, request.status.info
+    for field in ("engine_id", "boot_id", "address", "model_id"):
+        if not getattr(info, field):
+            raise InvalidArgument(f"status.info.{field} is empty", field=f"status.info.{field}")
+    try:
+        split_address(info.address)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="status.info.address", engine_id=info.engine_id) from None
+    version = version_of(status.weight_version) if status.HasField("weight_version") else None
+    state = _state_of(status)
+    if state is EngineState.SERVING and info.updatable and version is None:
+        raise InvalidArgument(
+            f"engine {info.engine_id} says SERVING without a weight_version",
+            field="status.weight_version",
+            engine_id=info.engine_id,
+        )
+    return Report(
+        engine_id=info.engine_id,
+        boot_id=info.boot_id,
+        address=info.address,
+        model_id=info.model_id,
+        updatable=info.updatable,
+        state=state,
+        version=version,
+        highest_seen=version_of(request.highest_seen) if request.HasField("highest_seen") else None,
+        load=_load_of(status),
+        status=status.SerializeToString(),
+    )
+
+
+def routed_engine(entry: Entry, seat: Seat, liveness: Liveness, age_s: float) -> RoutedEngine:
+    """An engine as the router sees it."""
+    return RoutedEngine(
+        status=EngineStatus.FromString(entry.report.status),
+        health=_health(liveness, seat),
+        in_flight=seat.load.calls,
+        requests=seat.load.sent,
+        faults=seat.breaker.faults,
+        heartbeat_age=duration_of(age_s),
+        sticky_hits=seat.sticky_hits,
+        draining=entry.draining,
+    )
+
+
+def duration_of(seconds: float) -> Duration:
+    """Seconds as message."""
+    message = Duration()
+    message.FromTimedelta(timedelta(seconds=seconds))
+    return message
+
+
+def _state_of(status: EngineStatus) -> EngineState:
+    try:
+        return EngineState(status.state)
+    except ValueError:  # a newer engine's state: not one that we may route to
+        return EngineState.UNSPECIFIED
+
+
+def _load_of(status: EngineStatus) -> EngineLoad | None:
+    load = status.load
+    if not status.HasField("load") or not math.isfinite(load.kv_cache_usage):
+        return None
+    return EngineLoad(load.running, load.waiting, min(1.0, max(0.0, load.kv_cache_usage)))
+
+
+def _health(liveness: Liveness, seat: Seat) -> EngineHealth.ValueType:
+    if liveness is Liveness.DEAD:
+        return EngineHealth.ENGINE_HEALTH_DEAD
+    if liveness is Liveness.SUSPECT:
+        return EngineHealth.ENGINE_HEALTH_SUSPECT
+    if seat.breaker.state is not BreakerState.CLOSED:
+        return EngineHealth.ENGINE_HEALTH_BROKEN
+    return EngineHealth.ENGINE_HEALTH_ALIVE

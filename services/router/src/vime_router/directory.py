@@ -1,0 +1,265 @@
+"""Who is there: engines from their heartbeats, and nothing else. After a restart it is whole again within one period.
+
+An engine is ALIVE while its heartbeats come, SUSPECT when they are late, DEAD when several are missing, and forgotten
+some time later. `generation` grows whenever a member of the weight update comes, goes or restarts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from vime_router.fences import Version
+from vime_service.clock import Clock
+from vime_service.errors import AlreadyExists, NotFound, StaleIncarnation
+
+_REPLACED_BOOTS_KEPT = 1024
+
+
+class EngineState(Enum):
+    """What an engine says of itself (as in the contract)."""
+
+    UNSPECIFIED = 0
+    EMPTY = 1
+    STAGING = 2
+    SERVING = 3
+    DIRTY = 4
+    DRAINING = 5
+    PAUSED = 6
+
+
+class Liveness(Enum):
+    """What the age of the last heartbeat says."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine says it is: requests running and waiting, share of the KV cache in use (0 to 1)."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One heartbeat. `status` is what the engine sent, kept to be handed on unread."""
+
+    engine_id: str
+    boot_id: str
+    address: str
+    model_id: str
+    updatable: bool
+    state: EngineState
+    version: Version | None = None
+    highest_seen: Version | None = None
+    load: EngineLoad | None = None
+    status: bytes = b""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names one life of one engine."""
+        return (self.engine_id, self.boot_id)
+
+    @property
+    def serves(self) -> bool:
+        """True if it takes requests: it serves verified weights, also while it stages the next ones."""
+        if self.state is EngineState.SERVING:
+            return True
+        return self.state is EngineState.STAGING and self.version is not None
+
+
+@dataclass(slots=True)
+class Entry:
+    """An engine in the directory."""
+
+    report: Report
+    heard_at: float
+    draining: bool = False
+    dead: bool = False
+
+
+class Change(Enum):
+    """What a heartbeat meant."""
+
+    JOINED = "joined"
+    REPLACED = "replaced"
+    RETURNED = "returned"
+    REFRESHED = "refreshed"
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a heartbeat changed, and the lives that it ended."""
+
+    change: Change
+    ended: tuple[Report, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """Ages of the last heartbeat, in seconds, from which on an engine is suspect, dead, forgotten."""
+
+    suspect: float
+    dead: float
+    forget: float
+
+
+class Directory:
+    """The engines by engine_id.
+
+    Args:
+        clock: monotonic time.
+        ages: when silence means what.
+        first_generation: where the generation starts; a restarted router must start above its former self.
+    """
+
+    def __init__(self, clock: Clock, ages: Ages, first_generation: int = 0) -> None:
+        self._clock = clock
+        self._ages = ages
+        self._entries: dict[str, Entry] = {}
+        self._replaced: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._incarnations: dict[str, int] = {}
+        self._generation = first_generation
+
+    @property
+    def generation(self) -> int:
+        """Grows whenever an updatable engine comes, goes or restarts."""
+        return self._generation
+
+    def entries(self) -> list[Entry]:
+        """All known engines, by engine_id."""
+        return [self._entries[engine_id] for engine_id in sorted(self._entries)]
+
+    def entry(self, engine_id: str) -> Entry:
+        """The engine of this id.
+
+        Raises:
+            NotFound: it is not known.
+        """
+        try:
+            return self._entries[engine_id]
+        except KeyError:
+            raise NotFound(f"no engine {engine_id!r} is known here", kind="engine", name=engine_id) from None
+
+    def members(self) -> list[Entry]:
+        """Updatable engines that are not dead, by engine_id: those that a weight update must reach."""
+        self.sweep()
+        return [entry for entry in self.entries() if entry.report.updatable and not entry.dead]
+
+    def age(self, entry: Entry) -> float:
+        """Seconds since the engine's last heartbeat."""
+        return self._clock.now() - entry.heard_at
+
+    def liveness(self, entry: Entry) -> Liveness:
+        """What the age of its last heartbeat says now."""
+        age = self.age(entry)
+        if entry.dead or age >= self._ages.dead:
+            return Liveness.DEAD
+        return Liveness.SUSPECT if age >= self._ages.suspect else Liveness.ALIVE
+
+    def hear(self, report: Report) -> Heard:
+        """Take in a heartbeat.
+
+        Raises:
+            AlreadyExists: it comes from a life that another boot of the same engine, still alive, has replaced.
+        """
+        self._refuse_the_replaced(report)
+        ended = self._end_lives_replaced_by(report)
+        known = self._entries.get(report.engine_id)
+        self._learn_incarnations(report)
+        if known is None:
+            self._entries[report.engine_id] = Entry(report, self._clock.now())
+            self._count_change(report)
+            return Heard(Change.REPLACED if ended else Change.JOINED, ended)
+        returned = known.dead
+        known.report, known.heard_at, known.dead = report, self._clock.now(), False
+        if returned:
+            self._count_change(report)
+        return Heard(Change.RETURNED if returned else Change.REFRESHED, ended)
+
+    def sweep(self) -> list[Report]:
+        """Declare the long silent dead and forget the long dead; the newly dead are returned."""
+        dead: list[Report] = []
+        for engine_id, entry in list(self._entries.items()):
+            age = self.age(entry)
+            if not entry.dead and age >= self._ages.dead:
+                entry.dead = True
+                self._count_change(entry.report)
+                dead.append(entry.report)
+            if age >= self._ages.forget:
+                del self._entries[engine_id]
+        return dead
+
+    def set_draining(self, engine_id: str, draining: bool) -> Entry:
+        """Take an engine out of rotation or put it back; a restart of the engine puts it back, too.
+
+        Raises:
+            NotFound: it is not known.
+        """
+        entry = self.entry(engine_id)
+        entry.draining = draining
+        return entry
+
+    def admit_caller(self, version: Version) -> None:
+        """Let a trainer of this run and incarnation pass, and remember it.
+
+        Raises:
+            StaleIncarnation: a later incarnation of the run was seen.
+        """
+        current = self._incarnations.get(version.run_id, 0)
+        if version.incarnation < current:
+            raise StaleIncarnation(
+                f"incarnation {version.incarnation} of run {version.run_id} is over: {current} was seen",
+                incarnation=version.incarnation,
+                current=current,
+            )
+        self._incarnations[version.run_id] = version.incarnation
+
+    def _refuse_the_replaced(self, report: Report) -> None:
+        # A process that was frozen while its successor took over must not take the place back by waking up.
+        if report.key not in self._replaced:
+            return
+        successor = self._entries.get(report.engine_id)
+        if successor is None or self.liveness(successor) is Liveness.DEAD or successor.report.key == report.key:
+            del self._replaced[report.key]
+            return
+        raise AlreadyExists(
+            f"boot {report.boot_id} of engine {report.engine_id} was replaced by boot {successor.report.boot_id}",
+            kind="engine",
+            name=report.engine_id,
+        )
+
+    def _end_lives_replaced_by(self, report: Report) -> tuple[Report, ...]:
+        ended: list[Report] = []
+        for engine_id, entry in list(self._entries.items()):
+            other = entry.report
+            if other.key == report.key:
+                continue
+            if engine_id == report.engine_id or other.address == report.address:
+                del self._entries[engine_id]
+                self._remember_replaced(other)
+                ended.append(other)
+                if not entry.dead and engine_id != report.engine_id:
+                    self._count_change(other)
+        return tuple(ended)
+
+    def _remember_replaced(self, report: Report) -> None:
+        self._replaced[report.key] = None
+        while len(self._replaced) > _REPLACED_BOOTS_KEPT:
+            self._replaced.popitem(last=False)
+
+    def _learn_incarnations(self, report: Report) -> None:
+        for version in (report.version, report.highest_seen):
+            if version is not None:
+                known = self._incarnations.get(version.run_id, 0)
+                self._incarnations[version.run_id] = max(known, version.incarnation)
+
+    def _count_change(self, report: Report) -> None:
+        if report.updatable:
+            self._generation += 1
