@@ -23,7 +23,9 @@ Key = tuple[str | int, ...]
 class ConfigModel(BaseModel):
     """Base of every configuration class: unknown keys are refused, values are frozen, field docstrings are kept."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, defer_build=True
+    )
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -150,12 +152,9 @@ def _sentence(
     key = tuple(_real_keys(model, loc))
     where = _where(key, text, path, overridden)
     if detail["type"] == "extra_forbidden":
-        parent = key[:-1]
-        known = [_dotted((*parent, name)) for name in _keys_under(model, parent)]
-        nearest = difflib.get_close_matches(_dotted(key), known, n=1, cutoff=0.5)
-        elsewhere = [k for k in _all_keys(model) if k.rsplit(".", 1)[-1] == str(key[-1])]
-        hint = nearest or elsewhere[:1]
-        tail = f'did you mean "{hint[0]}"?' if hint else f"known here: {', '.join(known) or 'nothing'}"
+        hint = _nearest(model, key)
+        known = [_dotted((*key[:-1], name)) for name in _keys_under(model, key[:-1])]
+        tail = f'did you mean "{hint}"?' if hint else f"known here: {', '.join(known) or 'nothing'}"
         return f'{where}: unknown key "{_dotted(key)}"; {tail}'
     if detail["type"] == "missing":
         return f'{where}: "{_dotted(key)}" is required'
@@ -164,6 +163,16 @@ def _sentence(
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{where}: {_dotted(key)}: {message}" if key else f"{where}: {message}"
     return f"{where}: {_dotted(key)}: {message[:1].lower()}{message[1:]}, got {_shown(detail.get('input'))}"
+
+
+def _nearest(model: type[BaseModel], key: Key) -> str | None:
+    """The key that was probably meant: the same name in another table, else a similar name in this one."""
+    wanted, parent = str(key[-1]), key[:-1]
+    for elsewhere in _all_keys(model):
+        if elsewhere.rsplit(".", 1)[-1] == wanted:
+            return elsewhere
+    similar = difflib.get_close_matches(wanted, _keys_under(model, parent), n=1)
+    return _dotted((*parent, similar[0])) if similar else None
 
 
 def _shown(value: Any) -> str:
@@ -181,21 +190,34 @@ def _where(key: Key, text: str, path: Path | None, overridden: Sequence[Key]) ->
 
 
 def _line_of(key: Key, text: str) -> int | None:
-    """The line that sets `key`, found by reading table headers; None if it is not written plainly."""
-    names = tuple(str(part) for part in key if isinstance(part, str))
-    table: tuple[str, ...] = ()
-    best: int | None = None
+    """The line that sets `key`, else that of the table it belongs in; None if neither is written plainly."""
+    entries: dict[Key, int] = {}  # arrays of tables, and the entry that is open now
+
+    def positioned(names: Sequence[str]) -> Key:
+        found: list[str | int] = []
+        for name in names:
+            found.append(name)
+            if tuple(found) in entries:
+                found.append(entries[tuple(found)])
+        return tuple(found)
+
+    table: Key = ()
+    header: tuple[int, int | None] = (0, None)  # how much of the key the nearest table matches, and its line
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if line.startswith("["):
-            table = _split_key(line.strip("[] "))
-            if table == names:
-                best = best or number
+            names = _split_key(line.split("#")[0].strip("[] "))
+            if line.startswith("[["):
+                array = (*positioned(names[:-1]), names[-1])
+                entries[array] = entries.get(array, -1) + 1
+            table = positioned(names)
+            if key[: len(table)] == table and len(table) > header[0]:
+                header = (len(table), number)
         elif "=" in line and not line.startswith("#"):
             full = (*table, *_split_key(line.split("=", 1)[0].strip()))
-            if full == names[: len(full)] and len(full) > len(table):
+            if full == key[: len(full)]:
                 return number
-    return best
+    return header[1]
 
 
 def _split_key(text: str) -> tuple[str, ...]:

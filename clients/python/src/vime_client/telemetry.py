@@ -6,20 +6,19 @@ counted, a collector that is down costs one warning, and leaving takes at most `
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opentelemetry import trace
 from pydantic import Field
 
 from vime_client.config_loading import ConfigModel
 from vime_client.logs import get_logger
 
 if TYPE_CHECKING:
+    from opentelemetry import trace
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from vime_client.span_queue import BoundedQueue
@@ -103,6 +102,8 @@ def setup_telemetry(service: str, dist: str, config: TelemetryConfig | None = No
         service: `service.name`, such as "buffer".
         dist: distribution whose version becomes `service.version`, such as "vime-buffer".
     """
+    from opentelemetry import trace
+
     telemetry = Telemetry(service, dist_version(dist), config or TelemetryConfig())
     trace.set_tracer_provider(telemetry.provider)
     return telemetry
@@ -110,6 +111,8 @@ def setup_telemetry(service: str, dist: str, config: TelemetryConfig | None = No
 
 def dist_version(dist: str) -> str:
     """Version of an installed distribution, or "0+unknown" in a source tree that is not installed."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(dist)
     except importlib.metadata.PackageNotFoundError:

@@ -11,7 +11,6 @@ def run(config: BufferConfig) -> int:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import sys
@@ -60,6 +59,10 @@ def service_cli(
 
 def run_service(name: str, dist: str, config: ServiceConfig, register: Register, start: Start | None = None) -> int:
     """Set up logs, telemetry and the parent watch, serve until stopped, leave in bounded time; the exit code."""
+    # Before gRPC is imported: its C++ core writes lines of its own to stderr beside each error that we report anyway.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import asyncio
+
     from vime_client.logs import get_logger, setup_logging
     from vime_client.parent_watch import die_with_parent
     from vime_service.auth import StartupError
@@ -116,7 +119,8 @@ class _Version(argparse.Action):
             found = version(self._dist)
         except PackageNotFoundError:
             found = "unknown (not installed)"
-        parser.exit(0, f"{self._dist} {found}\n")
+        sys.stdout.write(f"{self._dist} {found}\n")
+        parser.exit(0)
 
 
 def _say(program: str, *lines: str, code: int) -> int:

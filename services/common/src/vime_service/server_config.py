@@ -98,9 +98,9 @@ class ServerConfig(ConfigModel):
 class ServiceConfig(ConfigModel):
     """Base of each service's configuration: `class BufferConfig(ServiceConfig)` adds its own sections."""
 
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = Field(default_factory=ServerConfig)
     """Where and for whom the service listens."""
-    log: LogConfig = LogConfig()
+    log: LogConfig = Field(default_factory=LogConfig)
     """Where its log lines go."""
-    telemetry: TelemetryConfig = TelemetryConfig()
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Where its spans go."""

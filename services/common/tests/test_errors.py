@@ -1,0 +1,98 @@
+"""A domain error reaches the caller with its code, reason, facts and waiting time; anything else reaches the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from vime.common.v1 import error_reason_pb2
+
+from vime_client.errors import RpcError, StaleIncarnation, rpc_errors
+from vime_service import errors
+from vime_service.errors import VimeError
+
+
+def _all_classes(base: type[VimeError] = VimeError) -> list[type[VimeError]]:
+    return [base, *(found for sub in base.__subclasses__() for found in _all_classes(sub))]
+
+
+async def _fail(channel: Any, request: bytes) -> RpcError:
+    with pytest.raises(RpcError) as caught, rpc_errors("echo.Echo"):
+        await channel.unary_unary("/vime.test.Echo/Echo")(request)
+    return caught.value
+
+
+def test_every_error_class_has_a_reason_of_the_contract_and_a_code_of_grpc() -> None:
+    known = {name.removeprefix("ERROR_REASON_") for name in error_reason_pb2.ErrorReason.keys()}  # noqa: SIM118
+    ours = [cls for cls in _all_classes() if cls.__module__ == errors.__name__]
+    assert {cls.reason for cls in ours} <= known
+    assert {cls.code for cls in ours} <= {code.name for code in grpc.StatusCode}
+    assert known - {cls.reason for cls in ours} == set()  # each reason can be raised
+
+
+async def test_code_reason_facts_and_waiting_time_survive_the_wire(channel: Any) -> None:
+    error = await _fail(channel, b"full")
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (error.reason, error.domain) == ("FULL", "echo.vime")
+    assert error.message == "table train holds 12 of 12 groups"
+    assert error.metadata == {"kind": "table", "limit": "12", "actual": "12"}
+    assert error.retry_after == 2.5
+    assert error.transient
+
+
+async def test_a_reason_with_a_class_of_its_own_is_raised_as_that_class(channel: Any) -> None:
+    error = await _fail(channel, b"stale")
+    assert type(error) is StaleIncarnation
+    assert error.retry_after is None
+    assert not error.transient
+
+
+async def test_an_rpc_of_a_later_version_says_why_it_is_missing(channel: Any) -> None:
+    error = await _fail(channel, b"later")
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+    assert error.metadata["why"] == "no engine"
+
+
+async def test_a_fault_of_ours_goes_to_the_log_and_the_caller_gets_its_number(
+    channel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        error = await _fail(channel, b"bug")
+    assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "4711" not in str(error)
+    logged = [record for record in caplog.records if record.exc_info]
+    assert logged[0].fields["incident"] == error.metadata["incident"]  # type: ignore[attr-defined]
+    assert "4711" in str(logged[0].exc_info[1])  # type: ignore[index]
+
+
+async def test_an_error_too_long_for_a_trailer_is_clipped_not_lost(channel: Any) -> None:
+    error = await _fail(channel, b"long")
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert error.message.endswith("...")
+    assert len(error.metadata) == 12
+
+
+async def test_an_error_of_a_call_further_on_is_passed_on_whole(service: Any, channel: Any) -> None:
+    from vime_client.channel import ChannelSettings, open_channel
+    from vime_service import ServerConfig, serving
+
+    async def relay(request: bytes, context: Any) -> bytes:
+        answer: bytes = await channel.unary_unary("/vime.test.Echo/Echo")(request)
+        return answer
+
+    def register(front: Any) -> None:
+        handler = grpc.unary_unary_rpc_method_handler(relay)
+        front.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("vime.test.Relay", {"R": handler}),)
+        )
+
+    async with (
+        serving("relay", "vime-service", ServerConfig(), register) as front,
+        open_channel(front.address, ChannelSettings(max_attempts=1)) as to_front,
+    ):
+        with pytest.raises(RpcError) as caught, rpc_errors():
+            await to_front.unary_unary("/vime.test.Relay/R")(b"full")
+    assert (caught.value.reason, caught.value.domain, caught.value.retry_after) == ("FULL", "echo.vime", 2.5)
+    assert caught.value.metadata["limit"] == "12"
