@@ -40,6 +40,8 @@ class RankProcesses:
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             "PYTHONUNBUFFERED": "1",
+            # torch deprecates what megatron-core calls, at every step; the last line of a dead rank must say why it died.
+            "PYTHONWARNINGS": "ignore::FutureWarning",
             "VIME_PARENT_PID": str(os.getpid()),
         }
         ranks = range(self._world_size)

@@ -1,0 +1,153 @@
+"""The order of the loop: ledger before training, fleet before completion, pointer before the ledger forgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vime_trainer.config import CheckpointConfig, FaultConfig, TrainerSettings
+from vime_trainer.loop.checkpoints import Resume
+from vime_trainer.loop.events import EvalEvent, EventLog, State, StepEvent
+from vime_trainer.loop.loop import LoopFailed, TrainingLoop
+from vime_trainer.loop.ports import RankDied
+from vime_trainer.loop.publisher import Publisher, PublishConfig
+from vime_trainer.loop.versions import Version
+from vime_trainer.run_files import RunFiles
+
+
+@pytest.fixture
+def build(tmp_path: Path, model_path: Path, make_engine, make_fleet, ranks):
+    """A loop over fakes; its parts are attributes for the test to look at."""
+
+    def make(ledger, steps=4, resume=None, **settings):
+        config = TrainerSettings(
+            run_id="run",
+            run_dir=tmp_path / "run",
+            model_path=model_path,
+            buffer_address="127.0.0.1:1",
+            router_address="127.0.0.1:2",
+            steps=steps,
+            **settings,
+        )
+        events = EventLog()
+        fleet = make_fleet(make_engine("a"))
+        publisher = Publisher(config.publish, fleet, ranks)
+        files = RunFiles(config.run_dir)
+        loop = TrainingLoop(
+            config, ledger, ranks, publisher, files, events, lambda: resume or Resume(), "recipe"
+        )
+        loop.test_events, loop.test_fleet, loop.test_run_dir = events, fleet, config.run_dir
+        return loop
+
+    return make
+
+
+def records(loop) -> list[dict]:
+    return [json.loads(line) for line in (loop.test_run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+async def collected(loop) -> list:
+    await loop.test_events.close()
+    return [event async for _, event in loop.test_events.watch(0)]
+
+
+async def test_all_steps_are_trained_published_and_completed_in_order(build, make_ledger, ranks):
+    ledger = make_ledger()
+    loop = build(ledger)
+    await loop.run()
+    assert ranks.trained == [1, 2, 3, 4]
+    assert ledger.announced == [Version("run", 1, 0)]
+    assert [(step, trained, v.step, final) for _, step, trained, v, final in ledger.completed] == [
+        (1, True, 1, False),
+        (2, True, 2, False),
+        (3, True, 3, False),
+        (4, True, 4, True),
+    ]
+    assert loop.status.state is State.FINISHED
+    steps = [e for e in await collected(loop) if isinstance(e, StepEvent)]
+    assert [e.train_step for e in steps] == [1, 2, 3, 4]
+    assert {"perf/step_time", "staleness/max", "buffer/groups_stored"} <= set(steps[0].metrics)
+
+
+async def test_a_skipped_step_publishes_nothing_and_the_version_stays(build, make_ledger, ranks):
+    ledger = make_ledger()
+    ranks.skip = {2}
+    loop = build(ledger)
+    await loop.run()
+    assert [v.step if v else None for _, _, _, v, _ in ledger.completed] == [1, None, 3, 4]
+    assert loop.status.skipped_steps == 1
+
+
+async def test_too_many_skips_in_a_row_end_the_run_with_the_number(build, make_ledger, ranks):
+    ranks.skip = {2, 3}
+    loop = build(make_ledger(), faults=FaultConfig(max_skipped_in_a_row=2))
+    with pytest.raises(LoopFailed, match=r"2 steps in a row .* step 3"):
+        await loop.run()
+
+
+async def test_a_publish_interval_publishes_only_when_due_and_at_the_end(build, make_ledger):
+    ledger = make_ledger()
+    await build(ledger, steps=5, publish=PublishConfig(interval=2)).run()
+    assert [v.step if v else None for _, _, _, v, _ in ledger.completed] == [None, 2, None, 4, 5]
+
+
+async def test_checkpoints_follow_the_interval_and_the_ledger_hears_of_the_oldest_kept(build, make_ledger, ranks):
+    ledger = make_ledger()
+    await build(ledger, steps=5, checkpoint=CheckpointConfig(interval=2)).run()
+    assert ranks.saved == [2, 4, 5]
+    assert ledger.committed == [(2, 2), (4, 2), (5, 4)]
+
+
+async def test_resuming_goes_on_after_the_checkpoint_in_a_higher_incarnation(build, make_ledger, ranks):
+    ledger = make_ledger()
+    await build(ledger, resume=Resume("/checkpoints/2", 2, 6)).run()
+    assert ranks.loaded == ["/checkpoints/2"]
+    assert ranks.trained == [3, 4]
+    assert ledger.announced == [Version("run", 7, 2)]
+
+
+async def test_a_dead_rank_ends_the_incarnation_before_the_step_is_completed(build, make_ledger, ranks):
+    ledger = make_ledger()
+    ranks.die_at = 3
+    with pytest.raises(RankDied):
+        await build(ledger).run()
+    assert [step for _, step, *_ in ledger.completed] == [1, 2]
+
+
+async def test_while_it_waits_for_a_batch_it_says_why(build, make_ledger):
+    ledger = make_ledger()
+    ledger.empty_answers = 2
+    loop = build(ledger, steps=1)
+    await loop.run()
+    said = [getattr(e, "activity", "") for e in await collected(loop)]
+    assert "step 1 waits: generating (open 3)" in said
+
+
+async def test_the_end_of_the_data_ends_the_loop(build, make_ledger, ranks):
+    loop = build(make_ledger(ends_after=2))
+    await loop.run()
+    assert ranks.trained == [1, 2]
+    assert loop.status.state is State.FINISHED
+
+
+async def test_eval_rounds_are_reported_at_their_step(build, make_ledger):
+    loop = build(make_ledger(evals={0: ["eval/x"], 2: ["eval/x"], 4: ["eval/x"]}))
+    await loop.run()
+    assert [(e.table, e.step) for e in await collected(loop) if isinstance(e, EvalEvent)] == [
+        ("eval/x", 0),
+        ("eval/x", 2),
+        ("eval/x", 4),
+    ]
+    assert [r["eval_step"] for r in records(loop) if "eval_step" in r] == [0, 2, 4]
+
+
+async def test_metrics_hold_one_json_object_per_step_even_after_a_torn_line(build, make_ledger):
+    loop = build(make_ledger())
+    with (loop.test_run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 0, "torn')
+    RunFiles(loop.test_run_dir)  # as a restart does
+    await loop.run()
+    lines = (loop.test_run_dir / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"step": 0, "torn'
+    assert [json.loads(line)["step"] for line in lines[1:] if '"step":' in line] == [1, 2, 3, 4]

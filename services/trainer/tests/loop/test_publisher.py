@@ -1,0 +1,93 @@
+"""The weight update: one version on every engine, whatever members do."""
+
+from __future__ import annotations
+
+import pytest
+from vime_trainer.loop.ports import RankDied
+from vime_trainer.loop.publisher import Publisher, PublishConfig, PublishFailed
+from vime_trainer.loop.versions import Version
+
+CONFIG = PublishConfig(engines_timeout_s=0.3, max_attempts=3)
+
+
+async def test_every_engine_commits_in_one_group(make_engine, make_fleet, ranks, version):
+    fleet = make_fleet(make_engine("a"), make_engine("b"))
+    published = await Publisher(CONFIG, fleet, ranks).publish(version)
+    assert published.committed == ["a", "b"]
+    assert published.failed == {}
+    assert published.bytes_sent == 200
+    assert [world for _, world in ranks.sends] == [3]
+    assert sorted(rank for _, _, rank, _ in fleet.prepared) == [1, 2]
+    assert {e.serving for e in fleet.engines.values()} == {version}
+
+
+async def test_a_refusing_engine_is_dropped_and_the_group_formed_again_without_it(
+    make_engine, make_fleet, ranks, version
+):
+    fleet = make_fleet(make_engine("a"), make_engine("b", refuse_prepare="tensor w is missing"))
+    published = await Publisher(CONFIG, fleet, ranks).publish(version)
+    assert published.committed == ["a"]
+    assert published.failed == {"b": "tensor w is missing"}
+    assert ranks.sends[0][1] == 2  # the sender and one engine
+    assert fleet.engines["a"].aborted  # the first formation had the wrong size
+
+
+async def test_a_failed_transfer_is_tried_again_under_a_new_generation(make_engine, make_fleet, ranks, version):
+    ranks.send_fails = ["connection reset"]
+    fleet = make_fleet(make_engine("a"))
+    published = await Publisher(CONFIG, fleet, ranks).publish(version)
+    assert published.committed == ["a"]
+    first, second = (generation for generation, _ in ranks.sends)
+    assert second > first
+    assert fleet.engines["a"].aborted == ["connection reset"]
+
+
+async def test_generations_of_a_later_incarnation_are_higher_even_in_a_new_process(
+    make_engine, make_fleet, ranks, version
+):
+    await Publisher(CONFIG, make_fleet(make_engine("a")), ranks).publish(version)
+    await Publisher(CONFIG, make_fleet(make_engine("a")), ranks).publish(Version("run", 2, 7))
+    assert ranks.sends[1][0] > ranks.sends[0][0] + 1000
+
+
+async def test_too_few_engines_fail_the_publish_and_say_why(make_engine, make_fleet, ranks, version):
+    fleet = make_fleet(make_engine("a", dirty_commit="canary 0.3 above 1e-4"))
+    with pytest.raises(PublishFailed, match=r"0 engines committed, 1 needed.*canary 0.3"):
+        await Publisher(CONFIG, fleet, ranks).publish(version)
+
+
+async def test_no_usable_engine_within_the_time_fails_with_the_numbers(make_engine, make_fleet, ranks, version):
+    fleet = make_fleet(make_engine("a", usable=False))
+    with pytest.raises(PublishFailed, match=r"0 usable engines after 0 s, 1 needed"):
+        await Publisher(CONFIG, fleet, ranks).publish(version)
+
+
+async def test_an_engine_that_serves_the_version_already_is_counted_and_not_sent_to(
+    make_engine, make_fleet, ranks, version
+):
+    fleet = make_fleet(make_engine("a", serving=version), make_engine("b"))
+    published = await Publisher(CONFIG, fleet, ranks).publish(version)
+    assert published.committed == ["a", "b"]
+    assert ranks.sends[-1][1] == 2
+
+
+async def test_a_joiner_is_brought_to_the_current_version_without_touching_the_others(
+    make_engine, make_fleet, ranks, version
+):
+    fleet = make_fleet(make_engine("a"))
+    publisher = Publisher(CONFIG, fleet, ranks)
+    await publisher.publish(version)
+    fleet.engines["late"] = make_engine("late")
+    assert await publisher.catch_up(version) == ["late"]
+    assert await publisher.catch_up(version) == []
+    assert fleet.engines["late"].serving == version
+    assert ranks.sends[-1][1] == 2
+
+
+async def test_a_rank_that_dies_ends_the_publish(make_engine, make_fleet, ranks, version):
+    async def die(*_: object) -> float:
+        raise RankDied("rank 0 was killed by SIGKILL")
+
+    ranks.send = die
+    with pytest.raises(RankDied):
+        await Publisher(CONFIG, make_fleet(make_engine("a")), ranks).publish(version)
