@@ -57,4 +57,4 @@ def check_membership(me: str, last_generation: int, generation: int, members: Se
 
 def member_names(world_size: int) -> list[str]:
     """Names of a transfer group's members by rank; both ends make them from the rendezvous that the trainer sends."""
-    return [f"member-{rank}" for rank in range(world_size)]
+    return [str(rank) for rank in range(world_size)]

@@ -42,7 +42,7 @@ class Sender:
     def store_address(self) -> str:
         """`host:port` of the store; opened when first asked for."""
         if self._transport is None:
-            self._transport = GlooTransport.host("member-0", self._host, Deadline.after(_STORE_S))
+            self._transport = GlooTransport.host("0", self._host, Deadline.after(_STORE_S))
         return self._transport.endpoint
 
     def describe(self, version: VersionKey) -> Manifest:
