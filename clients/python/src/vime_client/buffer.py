@@ -1,0 +1,170 @@
+"""The buffer's worker side: draw prompts, put groups in, and never hold a lease that is not kept alive.
+
+    async with BufferClient("127.0.0.1:50051") as buffer:
+        for leased in await buffer.lease_prompts(worker_id="w0", max_prompts=8, wait_s=5):
+            async with leased:                  # kept alive; given back if the block raises
+                group = await make_group(leased.lease)
+                await leased.insert(group)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from vime.buffer.v1 import prompt_service_pb2 as pb
+from vime.buffer.v1 import prompt_service_pb2_grpc, table_service_pb2, table_service_pb2_grpc
+from vime.common.v1 import trajectory_pb2
+
+from vime_client.channel import ChannelSettings, open_channel
+from vime_client.errors import LeaseLost, RpcError, rpc_errors
+from vime_client.logs import get_logger
+
+CALL_SECONDS = 30.0
+"""Deadline of calls that answer at once."""
+_log = get_logger(__name__)
+
+
+class BufferClient:
+    """Thin, typed calls of vime.buffer.v1. Every call has a deadline and raises `RpcError`."""
+
+    def __init__(self, address: str, settings: ChannelSettings | None = None) -> None:
+        self.address = address
+        self._channel = open_channel(address, settings)
+        self._prompts = prompt_service_pb2_grpc.PromptServiceStub(self._channel)
+        self._tables = table_service_pb2_grpc.TableServiceStub(self._channel)
+
+    async def __aenter__(self) -> BufferClient:
+        """Use as a context manager to close the channel at the end."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the channel."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    async def draw(
+        self, worker_id: str, max_prompts: int, wait_s: float, tables: Sequence[str] = ()
+    ) -> pb.LeasePromptsResponse:
+        """Lease up to `max_prompts` prompts; waits up to `wait_s` seconds for admission, then says what blocks it."""
+        request = pb.LeasePromptsRequest(
+            worker_id=worker_id, max_prompts=max_prompts, wait=_duration(wait_s), tables=tables
+        )
+        with rpc_errors("buffer.LeasePrompts"):
+            return await self._prompts.LeasePrompts(request, timeout=wait_s + CALL_SECONDS)
+
+    async def lease_prompts(
+        self, worker_id: str, max_prompts: int, wait_s: float, tables: Sequence[str] = ()
+    ) -> list[LeasedPrompt]:
+        """As `draw`, each lease as a context manager; empty if nothing was admitted within `wait_s` seconds."""
+        answer = await self.draw(worker_id, max_prompts, wait_s, tables)
+        return [LeasedPrompt(self, worker_id, lease) for lease in answer.leases]
+
+    async def keep_alive(self, worker_id: str, lease_ids: Sequence[str], timeout_s: float) -> pb.KeepAliveResponse:
+        """Extend leases; the answer lists those that are gone."""
+        with rpc_errors("buffer.KeepAlive"):
+            return await self._prompts.KeepAlive(
+                pb.KeepAliveRequest(worker_id=worker_id, lease_ids=lease_ids), timeout=timeout_s
+            )
+
+    async def insert(
+        self, lease_id: str, group: trajectory_pb2.TrajectoryGroup, drop_reason: str = "", timeout_s: float = CALL_SECONDS
+    ) -> pb.InsertGroupResponse:
+        """Store a finished group, or with `drop_reason` count it as dropped. Idempotent.
+
+        Raises:
+            LeaseLost: a later attempt took over, or the lease expired.
+        """
+        request = pb.InsertGroupRequest(lease_id=lease_id, group=group, drop_reason=drop_reason)
+        with rpc_errors("buffer.InsertGroup"):
+            return await self._prompts.InsertGroup(request, timeout=timeout_s)
+
+    async def fail(
+        self, lease_id: str, failure: pb.FailureClass.ValueType, detail: str = "", timeout_s: float = CALL_SECONDS
+    ) -> pb.FailPromptResponse:
+        """Give a lease back with the class of its failure."""
+        request = pb.FailPromptRequest(lease_id=lease_id, failure=failure, detail=detail)
+        with rpc_errors("buffer.FailPrompt"):
+            return await self._prompts.FailPrompt(request, timeout=timeout_s)
+
+    async def tables(self) -> Mapping[str, table_service_pb2.TableInfo]:
+        """Settings and counts of all tables by name."""
+        with rpc_errors("buffer.ListTables"):
+            answer = await self._tables.ListTables(
+                table_service_pb2.ListTablesRequest(page_size=1000), timeout=CALL_SECONDS
+            )
+        return {table.config.name: table for table in answer.tables}
+
+
+class LeasedPrompt:
+    """A lease as a context manager: kept alive inside the block; given back if the block ends without `insert`."""
+
+    def __init__(self, buffer: BufferClient, worker_id: str, lease: pb.PromptLease) -> None:
+        self.lease = lease
+        self.lost = False
+        """True once the buffer said that the lease is gone: drop the work."""
+        self._buffer = buffer
+        self._worker_id = worker_id
+        self._settled = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LeasedPrompt:
+        """Start keeping the lease alive."""
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Stop keeping it alive, and give it back unless it was inserted or lost."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        if self._settled or self.lost:
+            return
+        stopping = kind is not None and issubclass(kind, asyncio.CancelledError)
+        failure = pb.FAILURE_CLASS_SHUTDOWN if stopping else pb.FAILURE_CLASS_USER_CODE
+        await self.fail(failure, "" if error is None else f"{type(error).__name__}: {error}")
+
+    async def insert(self, group: trajectory_pb2.TrajectoryGroup, drop_reason: str = "") -> None:
+        """Store the group, or drop it with a filter's reason.
+
+        Raises:
+            LeaseLost: the lease is gone; the group is not stored.
+        """
+        await self._buffer.insert(self.lease.lease_id, group, drop_reason)
+        self._settled = True
+
+    async def fail(self, failure: pb.FailureClass.ValueType, detail: str = "") -> None:
+        """Give the lease back with the class of its failure."""
+        with contextlib.suppress(LeaseLost):
+            await self._buffer.fail(self.lease.lease_id, failure, detail)
+        self._settled = True
+
+    async def _keep(self) -> None:
+        ttl = max(0.3, self.lease.ttl.ToTimedelta().total_seconds())
+        while not self.lost:
+            await asyncio.sleep(ttl / 3)
+            try:
+                answer = await self._buffer.keep_alive(self._worker_id, [self.lease.lease_id], ttl / 3)
+            except RpcError as error:  # the next beat tries again; the server decides when the lease ends
+                _log.warning("a lease could not be kept alive", group_id=self.lease.group_id, cause=str(error))
+                continue
+            self.lost = self.lease.lease_id in answer.lost_lease_ids
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+def is_gone(error: RpcError) -> bool:
+    """True if the error says that a lease is over for this worker: superseded, expired or unknown."""
+    return isinstance(error, LeaseLost) or error.code is grpc.StatusCode.NOT_FOUND

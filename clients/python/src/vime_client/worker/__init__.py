@@ -1,0 +1,1 @@
+"""The rollout worker: `python -m vime_client.worker`, `vime worker`."""

@@ -1,0 +1,106 @@
+"""Settings of one rollout worker. The launcher writes them from a recipe; `vime worker` makes them in memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from pydantic import Field
+
+from vime_client.config_loading import ConfigModel
+from vime_client.logs import LogConfig
+from vime_client.recipe import Recipe
+from vime_client.telemetry import TelemetryConfig
+
+
+def default_worker_id() -> str:
+    """Host and process id: unique for the worker's life."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class WorkerTable(ConfigModel):
+    """What a worker must know about a table beyond what its leases say."""
+
+    reward: str = "default"
+    """Name of the table's reward."""
+    require_routes: bool = False
+    """Ask the engine for routing traces."""
+    generation_timeout_s: float = Field(default=50.0, gt=0)
+    """Longest that generating one group may take, retries included."""
+
+
+class WorkerSettings(ConfigModel):
+    """The `[worker]` section."""
+
+    worker_id: str = Field(default_factory=default_worker_id)
+    """Names the worker in the buffer's counts and logs."""
+    buffer_address: str
+    """`host:port` of the buffer."""
+    router_address: str
+    """`host:port` of the router, or of one engine."""
+    base_dir: Path
+    """Folder that relative reward files are taken from."""
+    rewards: dict[str, str]
+    """Rewards by name."""
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    """How long one reward may take."""
+    reward_processes: int = Field(default=4, ge=1)
+    """Processes that run rewards."""
+    filter: str = ""
+    """Which finished groups of train tables are kept."""
+    concurrency: int = Field(default=32, ge=1)
+    """Prompts in hand at once."""
+    tables: dict[str, WorkerTable] = {}
+    """Tables by name."""
+    lease_wait_s: float = Field(default=5.0, gt=0)
+    """How long one LeasePrompts call may wait for admission."""
+    insert_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a finished group is offered to a buffer that is away or full."""
+    buffer_away_s: float = Field(default=300.0, gt=0)
+    """How long the buffer may be away before the worker gives up."""
+    stop_timeout_s: float = Field(default=5.0, gt=0)
+    """How long giving leases back may take when the worker stops."""
+
+    def table(self, name: str) -> WorkerTable:
+        """Settings of a table; defaults for one that the recipe does not name."""
+        return self.tables.get(name, WorkerTable())
+
+
+class WorkerConfig(ConfigModel):
+    """The configuration file of `python -m vime_client.worker`."""
+
+    worker: WorkerSettings
+    """The worker."""
+    parent_pid: int | None = None
+    """Process that started this one; when it is gone, the worker stops too."""
+    log: LogConfig = LogConfig()
+    """Where its log lines go."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Where its spans go."""
+
+
+def worker_settings(
+    recipe: Recipe, base_dir: Path, buffer_address: str, router_address: str, worker_id: str | None = None
+) -> WorkerSettings:
+    """The settings of a worker of `recipe`, whose file lies in `base_dir`."""
+    tables = {
+        name: WorkerTable(
+            reward=table.reward or "default",
+            require_routes=table.require_routes,
+            generation_timeout_s=table.generation_deadline_s,
+        )
+        for name, table in recipe.tables.items()
+    }
+    return WorkerSettings(
+        worker_id=worker_id or default_worker_id(),
+        buffer_address=buffer_address,
+        router_address=router_address,
+        base_dir=base_dir,
+        rewards=recipe.rewards.by_name,
+        reward_timeout_s=recipe.rewards.timeout_s,
+        reward_processes=recipe.rewards.processes,
+        filter=recipe.worker.filter,
+        concurrency=recipe.worker.concurrency,
+        tables=tables,
+    )

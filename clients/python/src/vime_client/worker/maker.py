@@ -1,0 +1,161 @@
+"""One lease's work: render, generate, check, score, filter. What goes wrong becomes a failure class, never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import grpc
+from opentelemetry import trace
+from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
+from vime.common.v1 import trajectory_pb2 as pb
+
+from vime_client.errors import FenceNotMet, RpcError
+from vime_client.generation import GenerationClient
+from vime_client.logs import get_logger
+from vime_client.recipe import EVAL_PREFIX
+from vime_client.retry import is_transient, whole_step
+from vime_client.rewards.functions import FunctionError
+from vime_client.rewards.reward import Reward, apply_score
+from vime_client.rewards.values import Score, unscored
+from vime_client.worker.config import WorkerSettings
+from vime_client.worker.filters import GroupFilter, KeepAll
+from vime_client.worker.group import Aborted, BadGeneration, build_group
+
+_ATTEMPTS = 8
+"""Attempts of one lease on engines; the generation deadline ends them earlier."""
+_log = get_logger(__name__)
+_tracer = trace.get_tracer("vime_client.worker")
+_keep_all = KeepAll()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A group to insert; with `drop_reason` it is counted and not stored."""
+
+    group: pb.TrajectoryGroup
+    drop_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A lease to give back."""
+
+    failure: buffer_pb.FailureClass.ValueType
+    detail: str
+
+
+class GroupMaker:
+    """Makes the group of a lease. Holds no state but counts."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: GenerationClient,
+        rewards: Mapping[str, Reward],
+        group_filter: GroupFilter,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._rewards = rewards
+        self._filter = group_filter
+        self._requests = count()
+        self.unscored: Counter[str] = Counter()
+        """Samples without a reward, by reason."""
+
+    async def make(self, lease: buffer_pb.PromptLease) -> Made | Failed:
+        """The lease's group, or why there is none. Raises only what is a fault of this program."""
+        table = self._settings.table(lease.table)
+        try:
+            async with asyncio.timeout(table.generation_timeout_s):
+                group = await self._generate_again(lease, table.generation_timeout_s, routes=table.require_routes)
+        except TimeoutError:
+            return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT, f"no group within {table.generation_timeout_s:g} s")
+        except RpcError as error:
+            late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT if late else buffer_pb.FAILURE_CLASS_GENERATION, str(error))
+        except (Aborted, BadGeneration) as error:
+            return Failed(buffer_pb.FAILURE_CLASS_GENERATION, str(error))
+        scores = await self._score(group, lease.reward or table.reward)
+        if all(score.unscored for score in scores):
+            return Failed(buffer_pb.FAILURE_CLASS_REWARD, f"no sample has a reward: {scores[0].detail}")
+        return await self._filtered(group)
+
+    async def _generate_again(
+        self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool
+    ) -> pb.TrajectoryGroup:
+        """The whole step again, from the prompt, where waiting can help: engine away, fence not met yet, aborted."""
+
+        def again(error: BaseException) -> bool:
+            return is_transient(error) or isinstance(error, (FenceNotMet, Aborted))
+
+        steps = whole_step(
+            f"group {lease.group_id}", attempts=_ATTEMPTS, seconds=seconds, max_wait_s=5.0, retry_if=again
+        )
+        async for attempt in steps:
+            with attempt:
+                return await self._generate(lease, seconds, routes=routes)
+        raise AssertionError("tenacity returned without a result or an error")
+
+    async def _generate(self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool) -> pb.TrajectoryGroup:
+        prompt_token_ids = await self._token_ids(lease.prompt)
+        answer = await self._engine.generate(
+            prompt_token_ids,
+            lease.sampling,
+            lease.seeds,
+            timeout_s=seconds,
+            request_id=f"{lease.lease_id}-{next(self._requests)}",
+            session_id=lease.group_id,
+            fence=lease.fence if lease.HasField("fence") else None,
+            return_routes=routes,
+            return_text=True,
+            allow_inexact_sampling=lease.table.startswith(EVAL_PREFIX),
+        )
+        return build_group(lease, prompt_token_ids, answer)
+
+    async def _token_ids(self, prompt: pb.Prompt) -> list[int]:
+        match prompt.WhichOneof("input"):
+            case "token_ids":
+                return list(prompt.token_ids.ids)
+            case "text":
+                return await self._engine.render(prompt.text)
+            case "chat":
+                return await self._engine.render(prompt.chat)
+            case _:
+                raise BadGeneration(f"prompt {prompt.prompt_id} holds no text, chat or token ids")
+
+    async def _score(self, group: pb.TrajectoryGroup, name: str) -> Sequence[Score]:
+        """Score the samples in place."""
+        reward = self._rewards.get(name)
+        with _tracer.start_as_current_span("worker.reward", attributes={"reward": name}) as span:
+            if reward is None:
+                known = ", ".join(self._rewards)
+                scores = [unscored("RAISED", f'no reward "{name}" in the recipe; there are: {known}')] * len(group.samples)
+            else:
+                try:
+                    scores = await reward.score(group.prompt, group.samples, group.table)
+                except FunctionError as error:  # the file changed or vanished since the worker started
+                    scores = [unscored("RAISED", str(error))] * len(group.samples)
+            reasons = [score.unscored for score in scores if score.unscored]
+            span.set_attribute("unscored", len(reasons))
+        for sample, score in zip(group.samples, scores, strict=True):
+            apply_score(sample, score)
+            if score.unscored:
+                self.unscored[score.unscored] += 1
+                _log.warning(
+                    f"sample without a reward: {score.detail}",
+                    group_id=group.group_id,
+                    sample_index=sample.sample_index,
+                    reason=score.unscored,
+                )
+        return scores
+
+    async def _filtered(self, group: pb.TrajectoryGroup) -> Made | Failed:
+        group_filter = _keep_all if group.table.startswith(EVAL_PREFIX) else self._filter
+        try:
+            return Made(group, await group_filter.drop_reason(group))
+        except (FunctionError, RpcError) as error:
+            return Failed(buffer_pb.FAILURE_CLASS_USER_CODE, str(error))

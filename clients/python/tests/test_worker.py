@@ -1,0 +1,352 @@
+"""The rollout worker against a buffer and an engine in memory, over the real contracts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import tomli_w
+from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
+from vime.common.v1 import trajectory_pb2 as pb
+from vime.common.v1 import weight_version_pb2
+from vime.rollout.v1 import generation_service_pb2
+
+from vime_client.testing import FakeBuffer, FakeEngine, serving
+from vime_client.testing.engine import Reply
+from vime_client.worker.config import WorkerSettings, WorkerTable
+from vime_client.worker.worker import run_worker
+
+REWARD = """
+import os, time
+
+def score(text, record, sample_index):
+    if record.get("raise_at") == sample_index:
+        raise ConnectionError("grader is down")
+    if record.get("always_raise"):
+        raise ConnectionError("grader is down")
+    return record.get("rewards", [1.0] * 8)[sample_index]
+
+def slow(text):
+    time.sleep(60)
+
+def keep_first(samples, rewards, record):
+    return (rewards[0] == 1.0, "first_wrong")
+
+def broken_filter(samples):
+    raise KeyError("oops")
+"""
+
+
+@asynccontextmanager
+async def working(
+    tmp_path: Path, buffer: FakeBuffer, engine: FakeEngine, **changes: object
+) -> AsyncIterator[asyncio.Task[Counter[str]]]:
+    """A worker that runs inside the block; it must end cleanly after it."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    async with serving(buffer, engine) as address:
+        settings = WorkerSettings.model_validate(
+            {
+                "worker_id": "w0",
+                "buffer_address": address,
+                "router_address": address,
+                "base_dir": tmp_path,
+                "rewards": {"default": "reward.py:score"},
+                "reward_processes": 1,
+                "lease_wait_s": 0.3,
+                **changes,
+            }
+        )
+        stop = asyncio.Event()
+        task = asyncio.create_task(run_worker(settings, stop))
+        try:
+            yield task
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, 10)
+
+
+async def test_groups_carry_exactly_what_was_generated_with_seeds_fence_and_rewards(tmp_path: Path) -> None:
+    version = weight_version_pb2.WeightVersion(run_id="fake", incarnation=1, step=4)
+    fence = weight_version_pb2.Fence(at_least=version)
+    buffer = FakeBuffer([{"prompt": "12+34=", "rewards": [0, 1, 0.5, 1]}], fence=fence)
+    engine = FakeEngine(step=5)
+    tables = {"train": {"require_routes": True}}
+    async with working(tmp_path, buffer, engine, tables=tables):
+        await buffer.settled(1)
+    request = engine.requests[0]
+    assert request.seeds == [0, 1, 2, 3]
+    assert request.fence == fence
+    assert request.return_routes
+    assert request.return_text
+    assert not request.allow_inexact_sampling
+    (group,) = buffer.groups
+    assert [sample.reward for sample in group.samples] == [0, 1, 0.5, 1]
+    assert [sample.sample_index for sample in group.samples] == [0, 1, 2, 3]
+    assert [sample.seed for sample in group.samples] == [0, 1, 2, 3]
+    sample = group.samples[0]
+    assert bytes(sample.prompt_token_ids).decode() == bytes(sample.response_token_ids).decode() == "12+34="
+    assert list(sample.rollout_logprobs) == [-1.0] * 6
+    assert sample.version_spans[0].weight_version.step == 5
+    assert sample.status == pb.SAMPLE_STATUS_COMPLETED
+    assert (group.table, group.attempt, group.prompt.prompt_id) == ("train", 0, "fake:0:0")
+
+
+async def test_a_truncated_sample_keeps_its_ids_and_says_so(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "a very long prompt"}], max_tokens=3)
+    async with working(tmp_path, buffer, FakeEngine()):
+        await buffer.settled(1)
+    sample = buffer.groups[0].samples[0]
+    assert sample.response_text == "a v"
+    assert (sample.status, sample.finish_reason) == (pb.SAMPLE_STATUS_TRUNCATED, pb.FINISH_REASON_LENGTH)
+
+
+async def test_k10_a_raising_reward_leaves_one_sample_unscored_and_is_never_a_zero(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "x", "rewards": [1, 0, 1, 1], "raise_at": 3}])
+    async with working(tmp_path, buffer, FakeEngine()) as task:
+        await buffer.settled(1)
+    samples = buffer.groups[0].samples
+    assert [s.reward if s.HasField("reward") else None for s in samples] == [1, 0, 1, None]
+    assert samples[3].unscored_reason == pb.UNSCORED_REASON_RAISED
+    assert "grader is down" in samples[3].unscored_detail
+    assert task.result()["unscored_raised"] == 1
+
+
+async def test_k10_an_aborted_sample_is_generated_again_and_never_inserted(tmp_path: Path) -> None:
+    def aborts_once(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        first = len(engine.requests) == 1
+        reason = pb.FINISH_REASON_ABORT if first else pb.FINISH_REASON_STOP
+        return [Reply("ok"), Reply("ok"), Reply("half" if first else "ok", reason), Reply("ok")]
+
+    engine = FakeEngine(aborts_once)
+    buffer = FakeBuffer([{"prompt": "x"}])
+    async with working(tmp_path, buffer, engine):
+        await buffer.settled(1)
+    assert [s.response_text for s in buffer.groups[0].samples] == ["ok"] * 4
+    assert len(engine.requests) == 2
+    assert engine.requests[0].seeds == engine.requests[1].seeds
+    assert engine.requests[0].request_id != engine.requests[1].request_id
+
+
+async def test_k10_a_prompt_whose_samples_always_abort_is_given_back_with_its_class(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: [Reply("x", pb.FINISH_REASON_ABORT)] * len(request.seeds))
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=2)
+    tables = {"train": {"generation_timeout_s": 0.5}}
+    async with working(tmp_path, buffer, engine, tables=tables) as task:
+        await buffer.settled(1)
+    assert not buffer.groups
+    assert {failure for _, failure, _ in buffer.failures} <= {
+        buffer_pb.FAILURE_CLASS_TIMEOUT,
+        buffer_pb.FAILURE_CLASS_GENERATION,
+    }
+    assert buffer.given_up == ["train-0"]
+    assert sum(n for kind, n in task.result().items() if kind.startswith("failed_")) == 2
+
+
+async def test_a_prompt_that_no_reward_could_score_is_given_back_as_reward_failure(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "x", "always_raise": True}], max_attempts=2)
+    async with working(tmp_path, buffer, FakeEngine()):
+        await buffer.settled(1)
+    assert [failure for _, failure, _ in buffer.failures] == [buffer_pb.FAILURE_CLASS_REWARD] * 2
+    assert "grader is down" in buffer.failures[0][2]
+
+
+async def test_a_generation_that_hangs_ends_at_its_deadline_and_is_cancelled_on_the_engine(tmp_path: Path) -> None:
+    async def hang(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        await asyncio.sleep(60)
+        return []
+
+    engine = FakeEngine(hang)
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, engine, tables={"train": {"generation_timeout_s": 0.4}}):
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_TIMEOUT
+    assert len(engine.cancelled) == 1
+
+
+@pytest.mark.parametrize(
+    ("replies", "says"),
+    [
+        ([Reply("a")], "1 of 4 samples"),
+        ([Reply("a", pb.FINISH_REASON_UNSPECIFIED)] * 4, "finish reason"),
+    ],
+)
+async def test_an_answer_that_does_not_fit_the_request_never_becomes_a_group(
+    tmp_path: Path, replies: list[Reply], says: str
+) -> None:
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, FakeEngine(lambda _: replies)):
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_GENERATION
+    assert says in buffer.failures[0][2]
+
+
+async def test_eval_prompts_come_first_and_are_never_filtered(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "t", "rewards": [1, 1, 1, 1]}])
+    buffer.add({"prompt": "e", "rewards": [1, 1, 1, 1]}, "eval/heldout")
+    engine = FakeEngine()
+    async with working(tmp_path, buffer, engine, filter="nonzero_std", concurrency=1):
+        await buffer.settled(2)
+    assert [group.table for group in buffer.groups] == ["eval/heldout"]
+    assert buffer.dropped == [("train-0", "zero_std")]
+    assert engine.requests[0].allow_inexact_sampling
+    assert not engine.requests[1].allow_inexact_sampling
+
+
+async def test_a_users_filter_drops_with_its_reason_and_its_fault_is_no_drop(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "a", "rewards": [1, 0, 0, 0]}, {"prompt": "b", "rewards": [0, 1, 1, 1]}])
+    async with working(tmp_path, buffer, FakeEngine(), filter="reward.py:keep_first"):
+        await buffer.settled(2)
+    assert [group.group_id for group in buffer.groups] == ["train-0"]
+    assert buffer.dropped == [("train-1", "first_wrong")]
+    buffer = FakeBuffer([{"prompt": "a"}], max_attempts=1)
+    async with working(tmp_path, buffer, FakeEngine(), filter="reward.py:broken_filter"):
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_USER_CODE
+
+
+async def test_leases_are_kept_alive_while_generation_takes_longer_than_they_live(tmp_path: Path) -> None:
+    async def slow(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        await asyncio.sleep(1.2)
+        return [Reply("x")] * len(request.seeds)
+
+    buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.4)
+    async with working(tmp_path, buffer, FakeEngine(slow)):
+        await buffer.settled(1)
+    assert buffer.groups[0].attempt == 0
+    assert buffer.keep_alives >= 3
+
+
+async def test_a_lost_lease_is_dropped_and_its_generation_cancelled(tmp_path: Path) -> None:
+    async def slow_at_first(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        if len(engine.requests) == 1:
+            await asyncio.sleep(60)
+        return [Reply("x")] * len(request.seeds)
+
+    engine = FakeEngine(slow_at_first)
+    buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.3)
+    async with working(tmp_path, buffer, engine) as task:
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        buffer.expire("train-0")
+        await buffer.settled(1)
+    assert [group.attempt for group in buffer.groups] == [1]
+    assert len(engine.cancelled) == 1
+    assert not buffer.failures
+    assert task.result() == {"inserted": 1, "lost": 1}
+
+
+async def test_stopping_gives_leases_back_at_once(tmp_path: Path) -> None:
+    async def hang(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        await asyncio.sleep(60)
+        return []
+
+    engine = FakeEngine(hang)
+    buffer = FakeBuffer([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    async with working(tmp_path, buffer, engine):
+        while len(engine.requests) < 3:
+            await asyncio.sleep(0.01)
+        start = time.monotonic()
+    assert time.monotonic() - start < 3
+    assert [failure for _, failure, _ in buffer.failures] == [buffer_pb.FAILURE_CLASS_SHUTDOWN] * 3
+    assert len(engine.cancelled) == 3
+
+
+async def test_a_buffer_that_restarts_is_waited_for_and_the_group_still_arrives(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    buffer = FakeBuffer([{"prompt": "x"}])
+    generated = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def wait(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        generated.set()
+        await go_on.wait()
+        return [Reply("x")] * len(request.seeds)
+
+    async with serving(FakeEngine(wait)) as engine_address:
+        async with serving(buffer) as address:
+            port = int(address.rpartition(":")[2])
+            settings = WorkerSettings(
+                buffer_address=address,
+                router_address=engine_address,
+                base_dir=tmp_path,
+                rewards={"default": "reward.py:score"},
+                reward_processes=1,
+                lease_wait_s=0.3,
+            )
+            stop = asyncio.Event()
+            task = asyncio.create_task(run_worker(settings, stop))
+            await asyncio.wait_for(generated.wait(), 10)
+        go_on.set()
+        await asyncio.sleep(0.7)
+        async with serving(buffer, port=port):
+            await buffer.settled(1)
+            stop.set()
+            await asyncio.wait_for(task, 10)
+    assert buffer.groups[0].attempt == 0
+
+
+async def test_every_sample_is_inserted_once_over_many_prompts(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": f"p{i}"} for i in range(100)], samples_per_prompt=2)
+    async with working(tmp_path, buffer, FakeEngine(), concurrency=16):
+        await buffer.settled(100, 30)
+    ids = [group.group_id for group in buffer.groups]
+    assert len(set(ids)) == len(ids) == 100
+
+
+def write_config(path: Path, address: str, reward: str = "reward.py:score") -> Path:
+    (path / "reward.py").write_text(REWARD)
+    file = path / "worker.toml"
+    worker = {
+        "buffer_address": address,
+        "router_address": address,
+        "base_dir": str(path),
+        "rewards": {"default": reward},
+        "reward_processes": 1,
+    }
+    file.write_text(tomli_w.dumps({"worker": worker, "telemetry": {"traces_file": str(path / "traces.jsonl")}}))
+    return file
+
+
+async def test_the_program_ends_within_seconds_of_sigterm_with_code_0_and_writes_spans(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "x"}])
+    async with serving(buffer, FakeEngine()) as address:
+        config = write_config(tmp_path, address)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vime_client.worker", "--config", str(config)), stderr=asyncio.subprocess.PIPE
+        )
+        await buffer.settled(1, 20)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), 8)
+        assert process.returncode == 0
+    assert '"worker.group"' in (tmp_path / "traces.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [("nothere.py:score", "nothere.py does not exist"), ("reward.py:scor", 'did you mean "score"')],
+)
+async def test_a_wrong_reward_ends_the_program_with_one_sentence(tmp_path: Path, reward: str, says: str) -> None:
+    config = write_config(tmp_path, "127.0.0.1:1", reward)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vime_client.worker", "--config", str(config), "--dry-run"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ},
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert says in err.decode()
+    assert "Traceback" not in err.decode()
+
+
+def test_unknown_tables_have_defaults() -> None:
+    settings = WorkerSettings(buffer_address="a:1", router_address="a:1", base_dir=Path(), rewards={})
+    assert settings.table("other") == WorkerTable()
