@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vime_trainer.engine import cpu, distributed, hf, hooks, model
+from vime_trainer.engine.checkpoint import Checkpointer
 from vime_trainer.engine.config import EngineConfig
 from vime_trainer.engine.forward import Forward
 from vime_trainer.engine.objective import Loss, SupervisedLoss
@@ -16,6 +18,7 @@ from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.sft import Demonstration, as_samples
 from vime_trainer.engine.shape import ModelShape
 from vime_trainer.engine.step import StepResult, Trainer
+from vime_trainer.engine.store import Committed, Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class Engine:
         replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
         self._forward = Forward(wrapped, self._shape, replay, self._device, config.micro_batch_tokens)
         self._trainer = Trainer(self._forward, self._updater)
+        self._checkpointer = Checkpointer(module, self._shape, self._updater, self._device)
 
     @classmethod
     def from_hf(cls, path: str | Path, config: EngineConfig) -> "Engine":
@@ -123,6 +127,22 @@ class Engine:
         if distributed.data_parallel_rank() == 0:
             hf.write_hf_directory(Path(out), self._path, self.export(), self._config.dtype)
         distributed.barrier()
+
+    def save_checkpoint(self, root: str | Path, step: int, state: dict[str, Any], keep_last: int = 2) -> Committed:
+        """Commit weights, optimizer, schedule, generators and `state` (JSON, rank 0's) as the latest checkpoint of
+        `root`.
+
+        Keeps the last `keep_last`. A failure leaves the former one the latest and raises CheckpointError everywhere.
+        """
+        return self._checkpointer.save(Store(Path(root), keep_last), step, state)
+
+    def load_checkpoint(self, root: str | Path) -> dict[str, Any] | None:
+        """Restore the latest checkpoint of `root` and return its state; None if there is none. Bit for bit what was
+        saved.
+
+        Raises CheckpointError for a damaged checkpoint or one of another model.
+        """
+        return self._checkpointer.load(Store(Path(root), keep_last=1))
 
     def _check(self, samples: Sequence[Sample], needs_trace: bool) -> None:
         for sample in samples:

@@ -83,6 +83,11 @@ class Updater:
         """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def resume_at(self, steps_taken: int) -> None:
+        """Put the schedule where it is after `steps_taken` optimizer steps."""
+        self.schedule.num_steps = 0
+        self.schedule.step(steps_taken + 1)
+
     def apply(self, loss: float, empty: bool = False) -> OptimizerOutcome:
         """Use the reduced gradients in the model's buffers. Skips if `loss` (any rank's) or the gradient norm is not
         finite.

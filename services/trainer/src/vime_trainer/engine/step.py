@@ -79,6 +79,10 @@ class Trainer:
         outcomes: list[OptimizerOutcome] = []
         runs: list[_Run] = []
         for part in _chunks(len(samples), mini_batches):
+            # Both: gradients in Megatron's buffers, and those that an unsharded optimizer hangs on the parameters. If the
+            # latter stayed, backward would add the buffer to itself.
+            self._forward.model.zero_grad_buffer()
+            self._updater.optimizer.zero_grad()
             run = _Run(self._forward, samples[part], None if old is None else old[part], loss, replay)
             outcomes.append(self._updater.apply(run.loss, empty=run.empty))
             runs.append(run)
@@ -145,7 +149,6 @@ class _Run:
     def _forward_backward(self, micro_batches: list[MicroBatch], replay: bool) -> list[tuple[torch.Tensor, Metrics]]:
         model = self._forward.model
         model.train()
-        model.zero_grad_buffer()
         self._scale = len(micro_batches) * data_parallel_size()
         with self._forward.replaying(replay):
             parts: list[tuple[torch.Tensor, Metrics]] = get_forward_backward_func()(

@@ -2,8 +2,8 @@
 
     python -m vime_trainer.tools.addition --out recipes/addition
 
-writes `train.jsonl` and `heldout.jsonl`, one {"prompt": "347+586=", "answer": "933"} a line. One prompt in eight is held
-out, by a hash of its text, so that no seed can mix the two.
+writes `train.jsonl` and `heldout.jsonl`, one {"prompt": "347+586=", "answer": "933"} a line. One prompt in eight is
+held out, by a hash of its text, so that no seed can mix the two.
 """
 
 import argparse

@@ -54,9 +54,10 @@ def random_weights(settings: dict[str, Any], seed: int) -> dict[str, torch.Tenso
     """HF-named float32 weights: matrices from N(0, initializer_range), norms at one."""
     generator = torch.Generator().manual_seed(seed)
     hidden, width = settings["hidden_size"], settings["head_dim"]
+    spread = float(settings["initializer_range"])
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator) * settings["initializer_range"]
+        return torch.randn(*size, generator=generator) * spread
 
     weights = {"model.embed_tokens.weight": normal(settings["vocab_size"], hidden)}
     for index in range(settings["num_hidden_layers"]):
@@ -96,7 +97,8 @@ def write(path: Path, settings: dict[str, Any], seed: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    (path / "generation_config.json").write_text(json.dumps(ids | {"do_sample": True, "temperature": 1.0}, indent=2) + "\n")
+    generation = ids | {"do_sample": True, "temperature": 1.0}
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer_config = special | {
         "tokenizer_class": "PreTrainedTokenizerFast",

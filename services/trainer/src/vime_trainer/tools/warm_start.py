@@ -73,9 +73,7 @@ def evaluate(engine: Engine, tokenizer: Any, problems: list[Problem], temperatur
     texts = ["".join(fresh_model.VOCABULARY[i] for i in response) for response in responses]
     right = [t.split("</think>")[-1] == p.answer + "<eos>" for t, p in zip(texts, problems, strict=True)]
     count = len(problems)
-    return Evaluation(
-        sum(right) / count, sum("</think>" in t for t in texts) / count, sum(map(len, responses)) / count
-    )
+    return Evaluation(sum(right) / count, sum("</think>" in t for t in texts) / count, sum(map(len, responses)) / count)
 
 
 def train(engine: Engine, tokenizer: Any, options: argparse.Namespace) -> None:
