@@ -1,4 +1,4 @@
-"""The field's known faults: the scenario that shows each and the value that is right (K numbers: docs/algorithms.md)."""
+"""The known faults of the field: the scenario that shows each and the right value (K numbers: docs/algorithms.md)."""
 
 import math
 

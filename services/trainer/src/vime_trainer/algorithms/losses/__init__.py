@@ -13,7 +13,14 @@ from vime_trainer.algorithms.losses.correction import (
 )
 from vime_trainer.algorithms.losses.distillation import head_distillation_loss, sampled_distillation_loss
 from vime_trainer.algorithms.losses.dpo import DPOConfig, PreferenceSide, dpo_loss, pair_count
-from vime_trainer.algorithms.losses.policy import OBJECTIVES, Objective, batch_denominators, policy_loss
+from vime_trainer.algorithms.losses.policy import (
+    OBJECTIVES,
+    Objective,
+    PolicyTokens,
+    batch_denominators,
+    policy_loss,
+    policy_tokens,
+)
 from vime_trainer.algorithms.losses.sft import message_mask, sft_loss
 from vime_trainer.algorithms.losses.value import ValueBatch, ValueLossConfig, value_loss
 
@@ -27,6 +34,7 @@ __all__ = [
     "Objective",
     "PolicyBatch",
     "PolicyLossConfig",
+    "PolicyTokens",
     "PreferenceSide",
     "Rejection",
     "Terms",
@@ -42,6 +50,7 @@ __all__ = [
     "mis",
     "pair_count",
     "policy_loss",
+    "policy_tokens",
     "sampled_distillation_loss",
     "sft_loss",
     "tis",

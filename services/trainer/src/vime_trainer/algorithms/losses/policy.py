@@ -8,7 +8,7 @@ with the weights w_t of the reducer, which depend on the global batch alone; sha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,25 @@ OBJECTIVES: dict[str, Objective] = {
 """A new objective is one file beside these and one line here."""
 
 
+@dataclass(frozen=True)
+class PolicyTokens:
+    """The loss before it is summed. [B, T] (or [B, 1]); `weight_B`, `pg_weight_B` float64 [B]. `pg_BT` includes
+    OPSM and the mismatch weight `correction_BT`.
+
+    L = Σ_b pg_weight_b Σ_t m·pg + Σ_b weight_b Σ_t m·(kl_loss_coef · kl − entropy_coef · entropy)
+    """
+
+    terms: Terms
+    pg_BT: Tensor
+    clipped_BT: Tensor | None
+    correction_BT: Tensor | None
+    kl_BT: Tensor | None
+    entropy_BT: Tensor | None
+    pg_weight_B: Tensor
+    weight_B: Tensor
+    metrics: Metrics
+
+
 def policy_loss(
     batch: PolicyBatch,
     config: PolicyLossConfig,
@@ -52,39 +71,56 @@ def policy_loss(
     `reducer` are a user's own; `reducer` then weighs the objective alone, not the KL and entropy terms.
     A batch without a single unmasked token gives 0 with zero gradient. Raises `ValueError` for missing inputs.
     """
+    tokens = policy_tokens(batch, config, counts, objective, reducer)
+    ones_BT, metrics = tokens.terms.ones_BT, dict(tokens.metrics)
+    loss = weighted_sum(tokens.pg_BT, ones_BT, tokens.pg_weight_B)
+    metrics["pg_loss"] = as_sum(loss)
+    if tokens.kl_BT is not None:
+        kl = weighted_sum(tokens.kl_BT, ones_BT, tokens.weight_B)
+        metrics["kl_loss"] = as_sum(kl)
+        loss = loss + config.kl_loss_coef * kl if config.kl_loss_coef else loss
+    if tokens.entropy_BT is not None:
+        entropy = weighted_sum(tokens.entropy_BT, ones_BT, tokens.weight_B)
+        metrics["entropy_loss"] = as_sum(entropy)
+        loss = loss - config.entropy_coef * entropy if config.entropy_coef else loss
+    return LossOutput(loss, metrics | {"loss": as_sum(loss)})
+
+
+def policy_tokens(
+    batch: PolicyBatch,
+    config: PolicyLossConfig,
+    counts: Denominators,
+    objective: Objective | None = None,
+    reducer: Reducer | None = None,
+) -> PolicyTokens:
+    """Everything `policy_loss` adds up, token by token; arguments and errors are the same."""
     terms = Terms.of(batch)
     average = Averager(terms.mask_BT, over_tokens=config.reducer == "token_mean")
     function: Objective = objective or choice(config.objective, "objective", OBJECTIVES)
     token = function(terms, config)
     metrics = _ratio_metrics(terms, token, average)
-
     pg_BT = token.loss_BT
     if config.opsm_delta is not None:
         dropped_BT = opsm_dropped(terms, config.opsm_delta)
         pg_BT = pg_BT.masked_fill(dropped_BT, 0.0)
         metrics["opsm_clipfrac"] = average(dropped_BT)
+    correction_BT = None
     if config.correction is not None:
-        weight_BT, correction = _correction(terms, config, counts, average)
-        pg_BT = pg_BT * weight_BT
+        correction_BT, correction = _correction(terms, config, counts, average)
+        pg_BT = pg_BT * correction_BT
         metrics |= correction
-
     weight_B = sample_weights(counts, config.reducer, config.fixed_length)
-    pg_weight_B = weight_B if reducer is None else sample_weights(counts, reducer)
-    loss = weighted_sum(pg_BT, terms.ones_BT, pg_weight_B)
-    metrics["pg_loss"] = as_sum(loss)
-    if batch.ref_logprobs_BT is not None:
-        kl = weighted_sum(_kl(terms, batch.ref_logprobs_BT, config), terms.ones_BT, weight_B)
-        metrics["kl_loss"] = as_sum(kl)
-        loss = loss + config.kl_loss_coef * kl if config.kl_loss_coef else loss
-    elif config.kl_loss_coef:
-        raise ValueError(f"kl_loss_coef={config.kl_loss_coef} needs ref_logprobs_BT")
-    if batch.entropy_BT is not None:
-        entropy = weighted_sum(batch.entropy_BT.masked_fill(~terms.mask_BT, 0.0), terms.ones_BT, weight_B)
-        metrics["entropy_loss"] = as_sum(entropy)
-        loss = loss - config.entropy_coef * entropy if config.entropy_coef else loss
-    elif config.entropy_coef:
-        raise ValueError(f"entropy_coef={config.entropy_coef} needs entropy_BT")
-    return LossOutput(loss, metrics | {"loss": as_sum(loss)})
+    return PolicyTokens(
+        terms=terms,
+        pg_BT=pg_BT,
+        clipped_BT=token.clipped_BT,
+        correction_BT=correction_BT,
+        kl_BT=_kl(terms, config),
+        entropy_BT=_entropy(terms, config),
+        pg_weight_B=weight_B if reducer is None else sample_weights(counts, reducer),
+        weight_B=weight_B,
+        metrics=metrics,
+    )
 
 
 def batch_denominators(
@@ -108,11 +144,24 @@ def batch_denominators(
     return replace(counts, correction_mean=torch.where(number > 0, total / number.clamp(min=1), 1.0))
 
 
-def _kl(terms: Terms, ref_logprobs_BT: Tensor, config: PolicyLossConfig) -> Tensor:
-    ref_BT = ref_logprobs_BT.detach().masked_fill(~terms.mask_BT, 0.0)
-    log_ratio_BT = terms.log_ratio_BT if config.unbiased_kl else None
-    kl_BT = kl_estimate(terms.logprobs_BT, ref_BT, config.kl_loss_type, log_ratio_BT)
-    return kl_BT if config.kl_loss_coef else kl_BT.detach()
+def _kl(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
+    """Measured whenever there is a reference; pulls, with gradient, when it has a coefficient."""
+    if terms.batch.ref_logprobs_BT is None:
+        if config.kl_loss_coef:
+            raise ValueError(f"kl_loss_coef={config.kl_loss_coef} needs ref_logprobs_BT")
+        return None
+    ref_BT = terms.batch.ref_logprobs_BT.detach().masked_fill(~terms.mask_BT, 0.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and config.kl_loss_coef != 0):
+        log_ratio_BT = terms.log_ratio_BT if config.unbiased_kl else None
+        return kl_estimate(terms.logprobs_BT, ref_BT, config.kl_loss_type, log_ratio_BT)
+
+
+def _entropy(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
+    if terms.batch.entropy_BT is None:
+        if config.entropy_coef:
+            raise ValueError(f"entropy_coef={config.entropy_coef} needs entropy_BT")
+        return None
+    return terms.batch.entropy_BT.masked_fill(~terms.mask_BT, 0.0)
 
 
 def _correction(
