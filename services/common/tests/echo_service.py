@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ class EchoConfig(ServiceConfig):
     start_takes_s: float = 0.0
     """How long its start takes."""
     fail: str = ""
-    """Where to fail: "start" or "later"."""
+    """Where to fail: "start" or "later"; "stuck thread" and "stuck executor" leave a thread that never ends."""
 
 
 async def echo(request: bytes, context: Any) -> bytes:
@@ -95,6 +97,12 @@ def run(config: EchoConfig) -> int:
             raise ResourceExhausted("model needs 9 GB, 4 GB are free", needed=9, free=4)
         if config.fail == "later":
             service.spawn(fail_later(), "writer")
+        if config.fail in ("stuck executor", "stuck thread"):
+            stuck = threading.Thread(target=time.sleep, args=(60,), name="stuck library")
+            if config.fail == "stuck thread":
+                stuck.start()
+            else:
+                asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
         await asyncio.sleep(config.start_takes_s)
 
     return run_service("echo", "vime-service", config, register_all, start)

@@ -158,6 +158,17 @@ def test_clean_up_that_hangs_is_given_up_with_code_1(start: Start, tmp_path: Pat
     assert not (tmp_path / "clean").exists()
 
 
+@pytest.mark.parametrize("stuck", ["thread", "executor"])
+def test_a_thread_that_never_ends_does_not_hold_up_the_exit(start: Start, tmp_path: Path, stuck: str) -> None:
+    process = start(f"fail=stuck {stuck}", "server.cleanup_seconds=0.5", f"marker={tmp_path / 'clean'}")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 1
+    assert (tmp_path / "clean").read_text() == "clean"
+    assert process.stderr is not None
+    assert "still here 0.5 s after the service stopped, threads [" in process.stderr.read()
+
+
 def test_a_service_dies_with_the_process_that_started_it(echo_program: Path, tmp_path: Path) -> None:
     marker, port_file = tmp_path / "clean", tmp_path / "port"
     code = (

@@ -29,7 +29,6 @@ ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
-_LEAVE_SECONDS = 5.0
 
 
 def service_cli(
@@ -78,14 +77,25 @@ def run_service(name: str, dist: str, config: ServiceConfig, register: Register,
     if config.server.parent_pid is not None:
         stop_seconds = config.server.grace_seconds + config.server.cleanup_seconds + 2.0
         die_with_parent(config.server.parent_pid, kill_after_s=stop_seconds)
+    limit = config.server.cleanup_seconds
+
+    async def live() -> int:
+        try:
+            return await serve(name, dist, config.server, register, start, telemetry)
+        finally:
+            watchdogs.append(_end_in(limit))  # closing the loop waits for threads of its executor, however long
+
+    watchdogs: list[threading.Timer] = []
     try:
-        code = asyncio.run(serve(name, dist, config.server, register, start, telemetry))
+        code = asyncio.run(live())
     except (StartupError, VimeError) as error:
         get_logger(__name__).debug("start-up refused", exc_info=error)
         code = _say(f"vime-{name}", str(error), code=EXIT_FAILED)
     finally:
-        _leave_by(_LEAVE_SECONDS + config.telemetry.shutdown_seconds)
+        for watchdog in watchdogs:
+            watchdog.cancel()
         telemetry.shutdown()
+        _end_in(limit, only_if_leaving=True)
     return code
 
 
@@ -129,10 +139,15 @@ def _say(program: str, *lines: str, code: int) -> int:
     return code
 
 
-def _leave_by(seconds: float) -> None:
-    """End the process if something still holds it up in `seconds`, such as a thread stuck in a library."""
+def _end_in(seconds: float, *, only_if_leaving: bool = False) -> threading.Timer:
+    """End the process in `seconds` if something still holds it up then, such as a thread stuck in a library.
+
+    With `only_if_leaving` a main thread that goes on (a program that embeds the service) is left alone.
+    """
 
     def end() -> None:
+        if only_if_leaving and threading.main_thread().is_alive():
+            return
         stuck = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
         sys.stderr.write(f"still here {seconds:g} s after the service stopped, threads {stuck}: ending the process\n")
         sys.stderr.flush()
@@ -141,3 +156,4 @@ def _leave_by(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+    return timer
