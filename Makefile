@@ -54,14 +54,15 @@ protos: $(VENV)/.protos ## regenerate the Python stubs after editing a .proto
 # ------------------------------------------------------------------ use
 RECIPE ?= recipes/addition/grpo.toml
 demo: setup ## train a tiny mixture-of-experts model at addition, through all four services (about 4 minutes)
-	@$(BIN)/vime run $(RECIPE)
+	@$(BIN)/vime run $(RECIPE) --fresh
 
 # ------------------------------------------------------------------ check
 test: setup lint types contracts unit integration e2e ## everything CI checks
 
 lint: setup
 	@echo "== ruff, import-linter"
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/lint-imports --no-timing 2>&1 | tail -n 12; exit $${PIPESTATUS[0]}
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+	@$(BIN)/lint-imports --no-logo
 
 types: setup
 	@echo "== mypy --strict"

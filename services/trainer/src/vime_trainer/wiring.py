@@ -16,6 +16,7 @@ from vime_trainer.adapters.patience import SETTINGS
 from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.config import TrainerConfig
 from vime_trainer.controller import Trainer
+from vime_trainer.engine.errors import CheckpointError
 from vime_trainer.loop.checkpoints import find_resume
 from vime_trainer.loop.events import EventLog, State, Status
 from vime_trainer.loop.loop import TrainingLoop
@@ -69,7 +70,7 @@ class Wiring:
             Status(State.IDLE, settings.run_id, settings.steps),
             settings.run_dir / "services" / "trainer.started",
             settings.faults.max_restarts,
-            (PublishFailed, CommandFailed, RpcError),
+            (PublishFailed, CommandFailed, RpcError, CheckpointError),
         )
         add_TrainerServiceServicer_to_server(
             TrainerServicer(self._trainer, events, self._ranks, publisher), service.server

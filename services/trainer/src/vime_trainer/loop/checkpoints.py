@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from vime_trainer.engine.errors import CheckpointError
+from vime_trainer.engine.store import Store, read_manifest
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,16 @@ class Resume:
 
 
 def find_resume(folder: Path) -> Resume:
-    """The checkpoint that the pointer names; the starting model where there is no pointer.
+    """The checkpoint that the pointer names; the starting model where nothing was committed.
 
-    Raises ValueError if the pointer names a checkpoint that is not there or cannot be read: training from scratch
-    over a run that has trained would lose it silently.
+    Raises CheckpointError if the pointer leads nowhere or the checkpoint says nothing of its run: training from
+    scratch over a run that has trained would lose it silently.
     """
-    pointer = folder / "latest"
-    if not pointer.is_file():
+    path = Store(folder, keep_last=1).latest()
+    if path is None:
         return Resume()
-    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
-    state_file = checkpoint / "state.json"
+    state = read_manifest(path).get("state", {})
     try:
-        state = json.loads(state_file.read_text(encoding="utf-8"))
-        return Resume(str(checkpoint), int(state["step"]), int(state["incarnation"]))
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint}, named by {pointer}, cannot be resumed from: {error!r}") from error
+        return Resume(str(path), int(state["step"]), int(state["incarnation"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} does not say its step and incarnation: {error!r}") from error

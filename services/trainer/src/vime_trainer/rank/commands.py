@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +50,9 @@ class Commands:
         if self._engine is None:
             self._engine = Engine.from_hf(self._settings.model_path, self._settings.engine)
         self._sender = Sender(self._engine, reachable_host()) if distributed.data_parallel_rank() == 0 else None
-        state = self._engine.load_checkpoint(Path(command.checkpoint)) if command.checkpoint else {}
+        state = self._engine.load_checkpoint(Path(command.checkpoint).parent) if command.checkpoint else None
         parameters = sum(tensor.numel() for _, tensor in self._engine.export())
-        return pb.LoadResult(state_json=json.dumps(state), parameters=parameters)
+        return pb.LoadResult(state_json=json.dumps(state or {}), parameters=parameters)
 
     def my_groups(self, command: pb.TrainCommand) -> list[int]:
         """Places in the batch of the groups that this rank trains."""
@@ -140,14 +141,23 @@ class Commands:
 
     def save(self, command: pb.SaveCommand) -> pb.SaveResult:
         """Commit a checkpoint."""
-        saved = self.engine.save_checkpoint(
-            Path(command.folder),
-            step=int(command.train_step),
-            state=json.loads(command.state_json),
-            keep_last=int(command.keep_last),
-            hf=command.hf,
-        )
-        return pb.SaveResult(path=str(saved.path), kept_steps=saved.kept_steps)
+        folder, step = Path(command.folder), int(command.train_step)
+        saved = self.engine.save_checkpoint(folder, step, json.loads(command.state_json), int(command.keep_last))
+        if command.hf:
+            self._export(folder.parent / "hf" / f"step_{step:06d}")
+        return pb.SaveResult(path=str(saved.path), kept_steps=[saved.oldest_kept_step, saved.step])
+
+    def _export(self, folder: Path) -> None:
+        """Write an HF folder that appears whole: one of a torn export is replaced."""
+        work = folder.with_name(folder.name + ".tmp")
+        if distributed.data_parallel_rank() == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for left in (work, folder):
+                shutil.rmtree(left, ignore_errors=True)
+        distributed.barrier()
+        self.engine.save_hf(work)
+        if distributed.data_parallel_rank() == 0:
+            work.rename(folder)
 
     def close(self) -> None:
         """Leave the groups."""

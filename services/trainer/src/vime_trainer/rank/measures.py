@@ -67,8 +67,8 @@ def mismatch_measures(
     """How far the trainer's logprobs are from the engine's.
 
     `train_rollout_logprob_abs_diff` is the mean of per-sample means. `_on_policy`: samples of one version, the one
-    that scores them: the engine mismatch proper. `_stale`: of one older version; `_mixed`: of several. `mismatch_kl` is the
-    k3 estimate of KL(q ‖ π) over tokens of the on-policy samples: exp(δ) - 1 - δ, δ = log π - log q (Schulman 2020).
+    that scores them: the engine mismatch proper. `_stale`: of one older version; `_mixed`: of several. `mismatch_kl`
+    is the k3 estimate of KL(q ‖ π) over tokens of the on-policy samples: exp(δ) - 1 - δ, δ = log π - log q (Schulman 2020).
     """
     kinds: dict[str, list[float]] = {"": [], "_on_policy": [], "_stale": [], "_mixed": []}
     kl_total, kl_tokens = 0.0, 0

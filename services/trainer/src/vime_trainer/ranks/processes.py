@@ -40,7 +40,7 @@ class RankProcesses:
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             "PYTHONUNBUFFERED": "1",
-            # torch deprecates what megatron-core calls, at every step; the last line of a dead rank must say why it died.
+            # torch deprecates what megatron-core calls at every step; a dead rank's last line must say why it died.
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "VIME_PARENT_PID": str(os.getpid()),
         }
