@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
-from vime.common.v1 import error_reason_pb2
 
+from vime.common.v1 import error_reason_pb2
 from vime_client.errors import RpcError, StaleIncarnation, rpc_errors
 from vime_service import errors
 from vime_service.errors import VimeError

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from vime.common.v1 import server_info_service_pb2, server_info_service_pb2_grpc
 
+from vime.common.v1 import server_info_service_pb2, server_info_service_pb2_grpc
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.health import NotReady, wait_until_ready

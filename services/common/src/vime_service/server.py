@@ -29,8 +29,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
-from vime.common.v1 import server_info_service_pb2_grpc
 
+from vime.common.v1 import server_info_service_pb2_grpc
 from vime_client.addresses import join_address
 from vime_client.logs import get_logger
 from vime_service.auth import Gate, StartupError, server_credentials

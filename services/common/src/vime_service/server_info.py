@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vime.common.v1 import server_info_service_pb2, server_info_service_pb2_grpc
-
 from vime_client.telemetry import dist_version
 
 SERVICE_NAME: str = server_info_service_pb2.DESCRIPTOR.services_by_name["ServerInfoService"].full_name

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from vime.bulk.v1 import manifest_pb2
 
+from vime.bulk.v1 import manifest_pb2
 from vime_service.bulk import BucketLayout, Manifest, ManifestError, VersionKey
 from vime_service.bulk.dtypes import TORCH_DTYPES
 from vime_service.bulk.wire import manifest_from_proto, manifest_to_proto

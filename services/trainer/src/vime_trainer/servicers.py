@@ -10,7 +10,6 @@ from vime.trainer.v1 import rank_service_pb2 as rank_pb
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1.rank_service_pb2_grpc import RankServiceServicer
 from vime.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
-
 from vime_service.deadlines import remaining
 from vime_service.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from vime_trainer.adapters.protos import to_seconds, version_to_proto

@@ -6,7 +6,6 @@ from importlib.metadata import version as dist_version
 
 from vime.trainer.v1.rank_service_pb2_grpc import add_RankServiceServicer_to_server
 from vime.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-
 from vime_client.channel import open_channel
 from vime_client.errors import RpcError
 from vime_service.server import Service

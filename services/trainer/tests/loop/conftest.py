@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from vime_trainer.loop.ports import (
     Batch,
     Commit,

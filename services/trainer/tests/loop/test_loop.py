@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+
 from vime_trainer.config import CheckpointConfig, FaultConfig, TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, StepEvent
 from vime_trainer.loop.loop import LoopFailed, TrainingLoop
 from vime_trainer.loop.ports import RankDied
-from vime_trainer.loop.publisher import Publisher, PublishConfig
+from vime_trainer.loop.publisher import PublishConfig, Publisher
 from vime_trainer.loop.versions import Version
 from vime_trainer.run_files import RunFiles
 
@@ -34,9 +35,7 @@ def build(tmp_path: Path, model_path: Path, make_engine, make_fleet, ranks):
         fleet = make_fleet(make_engine("a"))
         publisher = Publisher(config.publish, fleet, ranks)
         files = RunFiles(config.run_dir)
-        loop = TrainingLoop(
-            config, ledger, ranks, publisher, files, events, lambda: resume or Resume(), "recipe"
-        )
+        loop = TrainingLoop(config, ledger, ranks, publisher, files, events, lambda: resume or Resume(), "recipe")
         loop.test_events, loop.test_fleet, loop.test_run_dir = events, fleet, config.run_dir
         return loop
 

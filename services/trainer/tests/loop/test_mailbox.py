@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from vime_service.errors import InvalidArgument, PermissionDenied
 from vime_trainer.ranks.mailbox import Mailbox
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from vime_trainer.loop.ports import RankDied
-from vime_trainer.loop.publisher import Publisher, PublishConfig, PublishFailed
+from vime_trainer.loop.publisher import PublishConfig, Publisher, PublishFailed
 from vime_trainer.loop.versions import Version
 
 CONFIG = PublishConfig(engines_timeout_s=0.3, max_attempts=3)

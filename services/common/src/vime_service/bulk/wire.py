@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vime.bulk.v1 import manifest_pb2
 from vime.common.v1 import tensor_pb2, weight_version_pb2
-
 from vime_service.bulk.dtypes import TORCH_DTYPES, item_bytes
 from vime_service.bulk.errors import ManifestError
 from vime_service.bulk.layout import BucketLayout

@@ -6,13 +6,13 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+
 from vime.bulk.v1.manifest_pb2 import TRANSPORT_GLOO, Rendezvous
 from vime.common.v1 import engine_pb2
 from vime.rollout.v1 import engine_service_pb2 as pb
 from vime.rollout.v1.engine_service_pb2_grpc import EngineServiceStub
 from vime.router.v1 import router_service_pb2
 from vime.router.v1.router_service_pb2_grpc import RouterServiceStub
-
 from vime_client.channel import open_channel
 from vime_client.errors import RpcError, StaleIncarnation, rpc_errors
 from vime_trainer.adapters.patience import SETTINGS, patiently

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import grpc
+
 from vime.buffer.v1 import batch_service_pb2 as pb
 from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
-
 from vime_trainer.adapters.patience import patiently
 from vime_trainer.adapters.protos import to_seconds, version_from_proto, version_to_proto
 from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened

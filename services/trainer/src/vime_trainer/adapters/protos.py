@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
-from vime.common.v1.weight_version_pb2 import WeightVersion
 
+from vime.common.v1.weight_version_pb2 import WeightVersion
 from vime_trainer.loop.versions import Version
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from vime.common.v1.trajectory_pb2 import Sample, TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
-
 from vime_trainer.adapters.protos import seconds, to_seconds, version_to_proto
 from vime_trainer.loop.ports import Described, Loaded, RankDied, Refused, Saved, Trained
 from vime_trainer.loop.versions import Version

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from vime.common.v1.trajectory_pb2 import TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
 from vime.trainer.v1.trainer_service_pb2 import SampleLogprobs
-
 from vime_service.bulk.wire import manifest_to_proto, version_from_proto
 from vime_trainer.adapters.protos import seconds, to_seconds
 from vime_trainer.algorithm_config import build_loss

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
 from vime.common.v1 import tensor_pb2, trajectory_pb2
 from vime.common.v1.trajectory_pb2 import RoutingTrace, TrajectoryGroup
 from vime.common.v1.trajectory_pb2 import Sample as SampleProto
-
 from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage
 from vime_trainer.algorithms.advantages import AdvantageInputs, Advantages
 from vime_trainer.algorithms.advantages.compute import compute_advantages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from vime.common.v1 import trajectory_pb2
 
+from vime.common.v1 import trajectory_pb2
 from vime_trainer.algorithms.metrics import Metric, Metrics, pack, unpack, values
 from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.engine.sample import Sample
@@ -68,7 +68,7 @@ def mismatch_measures(
 
     `train_rollout_logprob_abs_diff` is the mean of per-sample means. `_on_policy`: samples of one version, the one
     that scores them: the engine mismatch proper. `_stale`: of one older version; `_mixed`: of several. `mismatch_kl`
-    is the k3 estimate of KL(q ‖ π) over tokens of the on-policy samples: exp(δ) - 1 - δ, δ = log π - log q (Schulman 2020).
+    is the k3 estimate of KL(q ‖ π) over the on-policy tokens: exp(δ) - 1 - δ, δ = log π - log q (Schulman 2020).
     """
     kinds: dict[str, list[float]] = {"": [], "_on_policy": [], "_stale": [], "_mixed": []}
     kl_total, kl_tokens = 0.0, 0

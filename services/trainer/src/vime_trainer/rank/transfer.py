@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vime.bulk.v1.manifest_pb2 import CanaryPrompt
 
+from vime.bulk.v1.manifest_pb2 import CanaryPrompt
 from vime_service.bulk import Deadline, Manifest, TransferStats, VersionKey, WeightSender
 from vime_service.bulk.gloo import GlooTransport
 from vime_service.bulk.transport import member_names

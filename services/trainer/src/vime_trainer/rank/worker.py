@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from google.protobuf.message import Message
+
 from vime.buffer.v1.batch_service_pb2 import GetGroupsRequest
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.common.v1.trajectory_pb2 import TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
 from vime.trainer.v1.rank_service_pb2_grpc import RankServiceStub
-
 from vime_client.channel import open_channel
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.logs import get_logger
