@@ -1,0 +1,1 @@
+"""vime's rollout service: one vLLM engine in process, token in and token out."""

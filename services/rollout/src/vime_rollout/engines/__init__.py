@@ -1,0 +1,1 @@
+"""Implementations of `vime_rollout.engine.Engine`."""

@@ -1,0 +1,65 @@
+"""A Hugging Face tokenizer: text and conversations to ids, with exactly one BOS where the tokenizer adds one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+
+class HfTokenizer:
+    """See `vime_rollout.engine.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a loaded `PreTrainedTokenizer(Fast)`."""
+        self._tokenizer = tokenizer
+        self._bos: int | None = tokenizer.bos_token_id
+        probe = tokenizer("a", add_special_tokens=True)["input_ids"]
+        self._adds_bos = self._bos is not None and bool(probe) and probe[0] == self._bos
+
+    def encode_text(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_text`."""
+        return self._one_bos(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> list[int]:
+        """See `Tokenizer.encode_chat`."""
+        from jinja2 import TemplateError
+
+        arguments = {"add_generation_prompt": True, **options, "tokenize": False}
+        if not self._template():
+            raise ValueError("the tokenizer has no chat template")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tools=tools or None, **arguments)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        return self.encode_text(text)
+
+    def chat_template_digest(self) -> str:
+        """See `Tokenizer.chat_template_digest`."""
+        return str(xxhash.xxh3_128_hexdigest(self._template().encode()))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See `Tokenizer.decode`."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _template(self) -> str:
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        return template or ""
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        """A template may or may not write BOS, a tokenizer may or may not add it: one comes out."""
+        if not self._adds_bos:
+            return ids
+        assert self._bos is not None
+        start = 0
+        while start < len(ids) and ids[start] == self._bos:
+            start += 1
+        return [self._bos, *ids[start:]]

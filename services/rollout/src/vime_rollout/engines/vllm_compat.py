@@ -1,0 +1,57 @@
+"""Everything that differs between the vLLM releases we stand on (0.26 on GPU, 0.30 on CPU), or is vLLM's own inside.
+
+| what | 0.26 | 0.30 |
+| --- | --- | --- |
+| a wrong request raises | ValueError | VLLMClientError (a ValueError no more) |
+| `SamplingParams.stream_interval` | engine argument only | also per request |
+| CPU build returns routes | no build | yes |
+| `finish_weight_update(weight_version)` | no argument | optional (not used here) |
+
+The same in both, and used: `AsyncLLM.output_processor.request_states`, `AsyncLLM.engine_core.outputs_queue`, the
+`reload` functions, `initialize_model`, `MoERunner.layer_id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+DRAIN_WAIT_S = 5.0
+
+
+def version() -> str:
+    """vLLM's own version."""
+    from vllm import __version__
+
+    return str(__version__)
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when a request is wrong."""
+    from vllm import exceptions
+
+    newer = getattr(exceptions, "VLLMClientError", None)
+    return (ValueError, newer) if newer is not None else (ValueError,)
+
+
+def tokens_so_far(engine: Any) -> Mapping[str, int]:
+    """New tokens of every request that the front end holds, by the id that its caller gave."""
+    states = engine.output_processor.request_states.values()
+    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
+
+
+def known_requests(engine: Any) -> set[str]:
+    """Ids of the requests that the front end holds."""
+    return {state.external_req_id for state in engine.output_processor.request_states.values()}
+
+
+async def outputs_drained(engine: Any) -> None:
+    """Wait until the front end has taken in everything that the engine core has sent.
+
+    A pause is answered after the last step's outputs were sent, on the same socket; they may still be queued here.
+    """
+    async with asyncio.timeout(DRAIN_WAIT_S):
+        while not engine.engine_core.outputs_queue.empty():  # noqa: ASYNC110  the queue is vLLM's, it has no event
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
