@@ -16,12 +16,12 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from vime.common.v1.trajectory_pb2 import SamplingParams
 from vime.rollout.v1.generation_service_pb2 import GenerateRequest
 from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 from vime.router.v1.router_service_pb2 import ListEnginesRequest, RoutedEngine
 from vime.router.v1.router_service_pb2_grpc import RouterServiceStub
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_router.config import RouterSection
 from vime_router.wiring import Router

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+
 from vime.common.v1.engine_pb2 import EngineInfo, EngineLoad, EngineState, EngineStatus
 from vime.common.v1.tensor_pb2 import Dtype, TensorRef
 from vime.common.v1.trajectory_pb2 import FinishReason, RoutingSegment, RoutingTrace
@@ -28,7 +29,6 @@ from vime.rollout.v1.generation_service_pb2_grpc import (
 )
 from vime.router.v1.router_service_pb2 import HeartbeatRequest
 from vime.router.v1.router_service_pb2_grpc import RouterServiceStub
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_service.auth import Gate
 from vime_service.errors import EngineFailed, FenceNotMet, InvalidArgument, Unavailable, VimeError
@@ -91,6 +91,7 @@ class Seen:
     deadlines: list[float] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
     running: int = 0
+    answered: int = 0
     cancelled: int = 0
     aborted: int = 0
 
@@ -197,8 +198,9 @@ class FakeEngine(GenerationServiceServicer):
             for index, seed in enumerate(request.seeds):
                 ids: list[int] = []
                 reason, served = FinishReason.FINISH_REASON_LENGTH, self.served
-                async for piece, reason in self._pieces(request, seed):
+                async for piece, why in self._pieces(request, seed):
                     ids += piece
+                    reason = why
                 samples.append(self._sample(request, index, ids, reason, [(0, served)]))
             return pb.GenerateResponse(samples=samples, engine_id=self.info.engine_id)
 
@@ -213,7 +215,8 @@ class FakeEngine(GenerationServiceServicer):
                 position = len(generate.resume_token_ids)
                 spans: list[tuple[int, WeightVersion | None]] = []
                 reason = FinishReason.FINISH_REASON_LENGTH
-                async for ids, reason in self._pieces(generate, seed):
+                async for ids, why in self._pieces(generate, seed):
+                    reason = why
                     if ids and (not spans or spans[-1][1] != self.served):
                         spans.append((position, self.served))
                     yield pb.GenerateStreamResponse(
@@ -271,6 +274,7 @@ class FakeEngine(GenerationServiceServicer):
         self._aborts[request_id] = asyncio.Event()
         try:
             yield
+            self.seen.answered += 1
         except (asyncio.CancelledError, GeneratorExit):
             self.seen.cancelled += 1
             raise

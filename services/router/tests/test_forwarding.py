@@ -9,10 +9,10 @@ import grpc
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
-from vime.common.v1.trajectory_pb2 import FinishReason, TokenIds
-from vime.rollout.v1 import generation_service_pb2 as pb
 from vime_router_fake_engine import FakeEngine, Script, logprob_of, tokens_of, version
 
+from vime.common.v1.trajectory_pb2 import FinishReason, TokenIds
+from vime.rollout.v1 import generation_service_pb2 as pb
 from vime_client.errors import RpcError, rpc_errors
 from vime_service.errors import EngineFailed, Internal
 
@@ -111,7 +111,7 @@ async def test_three_engines_are_asked_and_then_the_caller_is_told_how_many(make
     harness = await make_router(max_attempts=3)
     script = Script(fail_at_token=0, fault=EngineFailed("out of order"))
     await harness.join(*(FakeEngine(f"e{i}", served=version(1), script=script) for i in range(5)))
-    with pytest.raises(RpcError, match="attempt 3 of 3.*out of order") as caught, rpc_errors():
+    with pytest.raises(RpcError, match=r"attempt 3 of 3.*out of order") as caught, rpc_errors():
         await harness.client.Generate(ask(), timeout=5)
     assert caught.value.metadata["attempts"] == "3"
 

@@ -96,6 +96,7 @@ class RouterSection(ConfigModel):
             suspect=self.suspect_after_periods * period,
             dead=self.dead_after_periods * period,
             forget=self.forget_after_periods * period,
+            deaf=period,
         )
 
     def limits(self) -> ForwardLimits:

@@ -6,11 +6,11 @@ import math
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
+
 from vime.common.v1.engine_pb2 import EngineStatus
 from vime.common.v1.weight_version_pb2 import Fence as FenceProto
 from vime.common.v1.weight_version_pb2 import VersionSpan, WeightVersion
 from vime.router.v1.router_service_pb2 import EngineHealth, HeartbeatRequest, RoutedEngine
-
 from vime_client.addresses import split_address
 from vime_router.breaker import BreakerState
 from vime_router.directory import EngineLoad, EngineState, Entry, Liveness, Report

@@ -103,11 +103,16 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """Ages of the last heartbeat, in seconds, from which on an engine is suspect, dead, forgotten."""
+    """Ages of the last heartbeat, in seconds, from which on an engine is suspect, dead, forgotten.
+
+    `deaf`: when the directory itself was not looked at for this long, its process stood still, and the engines' silence
+    in that time means nothing.
+    """
 
     suspect: float
     dead: float
     forget: float
+    deaf: float
 
 
 class Directory:
@@ -126,6 +131,7 @@ class Directory:
         self._replaced: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._incarnations: dict[str, int] = {}
         self._generation = first_generation
+        self._swept_at = clock.now()
 
     @property
     def generation(self) -> int:
@@ -184,7 +190,8 @@ class Directory:
         return Heard(Change.RETURNED if returned else Change.REFRESHED, ended)
 
     def sweep(self) -> list[Report]:
-        """Declare the long silent dead and forget the long dead; the newly dead are returned."""
+        """Declare the long silent dead and forget the long dead; the newly dead are returned. Call it often."""
+        self._pardon_own_silence()
         dead: list[Report] = []
         for engine_id, entry in list(self._entries.items()):
             age = self.age(entry)
@@ -220,6 +227,13 @@ class Directory:
                 current=current,
             )
         self._incarnations[version.run_id] = version.incarnation
+
+    def _pardon_own_silence(self) -> None:
+        now = self._clock.now()
+        gap, self._swept_at = now - self._swept_at, now
+        if gap >= self._ages.deaf:
+            for entry in self._entries.values():
+                entry.heard_at = min(now, entry.heard_at + gap)
 
     def _refuse_the_replaced(self, report: Report) -> None:
         # A process that was frozen while its successor took over must not take the place back by waking up.

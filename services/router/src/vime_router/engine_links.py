@@ -8,8 +8,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
-from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 
+from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError
 from vime_router.directory import Report

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
-from vime_router.breaker import Breaker, BreakerState
+from vime_router.breaker import Breaker
 from vime_router.directory import Directory, EngineState, Entry, Liveness, Report
 from vime_router.fences import Fence
 from vime_router.load import LoadBook
@@ -134,15 +134,14 @@ class Fleet:
             self.wake()
 
     def sweep(self) -> None:
-        """Let time take effect: declare engines dead, drop what was forgotten, wake those that wait for a breaker."""
+        """Let time take effect: declare engines dead, drop what was forgotten, let those who wait look again."""
         dead = self.directory.sweep()
         for report in dead:
             self._end(report, "its heartbeats stopped")
         known = {entry.report.key for entry in self.directory.entries()}
         for life in [life for life in self._seats if life not in known]:
             del self._seats[life]
-        if dead or any(seat.breaker.state is not BreakerState.CLOSED for seat in self._seats.values()):
-            self.wake()
+        self.wake()  # a breaker may let pass again, or an engine be pardoned: nothing else would tell
 
     def wake(self) -> None:
         """Let everybody who waits look again."""

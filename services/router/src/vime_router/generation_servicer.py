@@ -9,7 +9,6 @@ from typing import Any
 from vime.common.v1.trajectory_pb2 import FinishReason
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceServicer
-
 from vime_router.convert import fence_of
 from vime_router.engine_links import EngineLinks
 from vime_router.fleet import Fleet, Seat, Wanted

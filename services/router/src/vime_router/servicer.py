@@ -7,7 +7,6 @@ from typing import Any
 from vime.common.v1.engine_pb2 import EngineStatus
 from vime.router.v1 import router_service_pb2 as pb
 from vime.router.v1.router_service_pb2_grpc import RouterServiceServicer
-
 from vime_router.convert import duration_of, report_of, routed_engine, version_of
 from vime_router.directory import Entry
 from vime_router.fleet import Fleet, Seat

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from vime.rollout.v1.generation_service_pb2 import GenerateRequest, GenerateStreamRequest, GenerateStreamResponse
-
 from vime_router.convert import duration_of, span_message, span_of, version_of
 from vime_router.engine_links import EngineLinks
 from vime_router.fleet import Seat

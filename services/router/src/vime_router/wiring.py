@@ -6,7 +6,6 @@ import time
 
 from vime.rollout.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 from vime.router.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
-
 from vime_router.breaker import Breaker
 from vime_router.config import RouterSection
 from vime_router.directory import Directory
