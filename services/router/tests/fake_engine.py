@@ -225,7 +225,7 @@ class FakeEngine(GenerationServiceServicer):
                         response_token_ids=ids,
                         rollout_logprobs=[logprob_of(token) for token in ids],
                         engine_id=self.info.engine_id,
-                        weight_version=self.served,
+                        version_spans=[VersionSpan(first_token=position, weight_version=self.served)] if ids else [],
                     )
                     position += len(ids)
                 yield pb.GenerateStreamResponse(

@@ -35,6 +35,15 @@ class SampleProgress:
         """Index of the next token in the response."""
         return self.start + len(self.token_ids)
 
+    def note(self, spans: Sequence[Span]) -> None:
+        """Note the versions of the next tokens; spans that ended before them may be among these."""
+        position = self.length
+        first = [Span(position, span.version) for span in spans if span.first_token <= position][-1:]
+        self.attributed = self.attributed and bool(first)
+        for span in [*first, *(span for span in spans if span.first_token > position)]:
+            if not self.spans or self.spans[-1].version != span.version:
+                self.spans.append(span)
+
 
 class StreamProgress:
     """All samples of one stream.
@@ -64,9 +73,9 @@ class StreamProgress:
         return self._samples[0].token_ids
 
     def take(
-        self, sample_index: int, first_token: int, token_ids: Sequence[int], version: Version | None, *, ended: bool
+        self, sample_index: int, first_token: int, token_ids: Sequence[int], spans: Sequence[Span], *, ended: bool
     ) -> None:
-        """Note a piece.
+        """Note a piece; `spans` are those of its tokens.
 
         Raises:
             BrokenOrder: it leaves a gap, repeats tokens, comes after the sample's end, or its sample does not exist.
@@ -82,10 +91,7 @@ class StreamProgress:
             )
         self.begun = True
         if token_ids:
-            if version is None:
-                sample.attributed = False
-            elif not sample.spans or sample.spans[-1].version != version:
-                sample.spans.append(Span(sample.length, version))
+            sample.note(spans)
             sample.token_ids.extend(token_ids)
         sample.ended = ended
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from vime.rollout.v1.generation_service_pb2 import GenerateRequest, GenerateStreamRequest, GenerateStreamResponse
-from vime_router.convert import duration_of, span_message, span_of, version_of
+from vime_router.convert import duration_of, span_message, span_of
 from vime_router.engine_links import EngineLinks
 from vime_router.fleet import Seat
 from vime_router.forward import EngineFault
@@ -71,16 +71,16 @@ class StreamRelay:
             EngineFault: it is not the next piece of its sample.
         """
         ended = piece.HasField("end")
-        version = version_of(piece.weight_version) if piece.HasField("weight_version") else None
+        spans = [span_of(span) for span in piece.version_spans]
         try:
-            self._progress.take(piece.sample_index, piece.first_token, piece.response_token_ids, version, ended=ended)
+            self._progress.take(piece.sample_index, piece.first_token, piece.response_token_ids, spans, ended=ended)
         except BrokenOrder as error:
             cause = Internal(f"engine {self._engine_id} sent {error}", engine_id=self._engine_id)
             raise EngineFault(self._engine_id, cause, retryable=False) from None
         if ended and self._resumed_from is not None:
-            spans = self._progress.spans_with([span_of(s) for s in piece.end.version_spans], self._resumed_from)
+            whole = self._progress.spans_with([span_of(span) for span in piece.end.version_spans], self._resumed_from)
             del piece.end.version_spans[:]
-            piece.end.version_spans.extend(span_message(span) for span in spans)
+            piece.end.version_spans.extend(span_message(span) for span in whole)
             earlier = self._attempt_at - self._started_at
             piece.end.generation_time.CopyFrom(
                 duration_of(earlier + piece.end.generation_time.ToTimedelta().total_seconds())
