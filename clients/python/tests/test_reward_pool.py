@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from vime_client.rewards.functions import FunctionError, FunctionSpec
 from vime_client.rewards.pool import PoolClosed, RewardPool
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+
 from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
 from vime.common.v1 import trajectory_pb2 as pb
 from vime.common.v1 import weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2
-
 from vime_client.testing import FakeBuffer, FakeEngine, serving
 from vime_client.testing.engine import Reply
 from vime_client.worker.config import WorkerSettings, WorkerTable

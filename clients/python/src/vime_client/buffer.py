@@ -16,10 +16,10 @@ from types import TracebackType
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+
 from vime.buffer.v1 import prompt_service_pb2 as pb
 from vime.buffer.v1 import prompt_service_pb2_grpc, table_service_pb2, table_service_pb2_grpc
 from vime.common.v1 import trajectory_pb2
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import LeaseLost, RpcError, rpc_errors
 from vime_client.logs import get_logger

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from vime.common.v1 import trajectory_pb2, weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1 import generation_service_pb2_grpc
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import rpc_errors
 

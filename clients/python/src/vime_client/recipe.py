@@ -99,8 +99,7 @@ class TableSection(ConfigModel):
     @property
     def generation_deadline_s(self) -> float:
         """Longest that one generation may take, in seconds."""
-        extra = self.model_extra or {}
-        value = extra.get("generation_deadline_s", extra.get("generation_deadline"))
+        value = (self.model_extra or {}).get("generation_deadline")
         return float(value) if isinstance(value, (int, float)) and value > 0 else DEFAULT_GENERATION_DEADLINE_S
 
 
@@ -155,6 +154,8 @@ class LauncherSection(ConfigModel):
     """Wait before the first restart; doubles with every death, up to 15 s."""
     ready_timeout_s: float = Field(default=180.0, gt=0)
     """How long all services together may take to become ready."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """A service that was alive and gives no sign of life for so long is killed and started again."""
     stop_timeout_s: float = Field(default=20.0, gt=0)
     """How long services may take to end after SIGTERM; then they are killed."""
     ports: dict[str, Annotated[int, Field(ge=1, le=65535)]] = {}

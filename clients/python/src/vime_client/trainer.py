@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from google.protobuf.duration_pb2 import Duration
+
 from vime.common.v1 import trajectory_pb2
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import rpc_errors
 

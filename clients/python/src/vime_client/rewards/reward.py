@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import grpc
+
 from vime.common.v1 import trajectory_pb2 as pb
 from vime.plugin.v1 import plugin_service_pb2, plugin_service_pb2_grpc
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.rewards.functions import FunctionSpec
 from vime_client.rewards.pool import RewardPool

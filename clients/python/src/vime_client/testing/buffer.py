@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+
 from vime.buffer.v1 import prompt_service_pb2 as pb
 from vime.buffer.v1 import prompt_service_pb2_grpc, table_service_pb2, table_service_pb2_grpc
 from vime.common.v1 import trajectory_pb2, weight_version_pb2
-
 from vime_client.testing.server import refuse
 
 _Context = grpc.aio.ServicerContext[Any, Any]

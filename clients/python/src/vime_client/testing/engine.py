@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+
 from vime.common.v1 import trajectory_pb2, weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1 import generation_service_pb2_grpc

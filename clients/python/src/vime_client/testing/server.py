@@ -9,6 +9,8 @@ from typing import NoReturn, Protocol
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 
 class Fake(Protocol):
@@ -23,6 +25,10 @@ class Fake(Protocol):
 async def serving(*fakes: Fake, port: int = 0) -> AsyncIterator[str]:
     """Serve `fakes` together; gives the address `127.0.0.1:port`."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for service in ("", "live", "ready"):
+        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
     for fake in fakes:
         fake.add_to(server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")

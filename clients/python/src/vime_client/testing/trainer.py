@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
 

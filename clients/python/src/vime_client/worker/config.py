@@ -59,6 +59,8 @@ class WorkerSettings(ConfigModel):
     """How long a finished group is offered to a buffer that is away or full."""
     buffer_away_s: float = Field(default=300.0, gt=0)
     """How long the buffer may be away before the worker gives up."""
+    sign_of_life: Path | None = None
+    """File that is touched every second while the worker's loop turns; unset: none."""
     stop_timeout_s: float = Field(default=5.0, gt=0)
     """How long giving leases back may take when the worker stops."""
 

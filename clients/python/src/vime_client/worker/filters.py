@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from vime.common.v1 import trajectory_pb2 as pb
 from vime.plugin.v1 import plugin_service_pb2, plugin_service_pb2_grpc
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import rpc_errors
 from vime_client.rewards.functions import FunctionError, FunctionSpec

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
-
 from vime_client.buffer import BufferClient
 from vime_client.errors import RpcError
 from vime_client.logs import get_logger

@@ -10,9 +10,9 @@ from itertools import count
 
 import grpc
 from opentelemetry import trace
+
 from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
 from vime.common.v1 import trajectory_pb2 as pb
-
 from vime_client.errors import FenceNotMet, RpcError
 from vime_client.generation import GenerationClient
 from vime_client.logs import get_logger

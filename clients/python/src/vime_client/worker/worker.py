@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import grpc
 from opentelemetry import trace
-from vime.buffer.v1 import prompt_service_pb2 as pb
 
+from vime.buffer.v1 import prompt_service_pb2 as pb
 from vime_client.buffer import BufferClient, is_gone
 from vime_client.channel import ChannelSettings
 from vime_client.errors import RpcError
@@ -88,6 +89,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as group:
                 keeper = group.create_task(self._leases.keep_alive())
+                alive = group.create_task(_touch(self._settings.sign_of_life))
                 drawer = group.create_task(self._draw_and_work(group))
                 await _set_or_done(stop, drawer)
                 drawer.cancel()
@@ -96,6 +98,7 @@ class Worker:
                 if len(self._leases):
                     await asyncio.wait(list(self._leases), timeout=self._settings.stop_timeout_s)
                 keeper.cancel()
+                alive.cancel()
         except ExceptionGroup as failed:  # one cause ends the worker; the others follow from it
             raise failed.exceptions[0] from failed
         counts = self.counts + Counter({f"unscored_{k.lower()}": n for k, n in self._maker.unscored.items()})
@@ -191,6 +194,13 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, RpcError) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True
     return is_transient(error)
+
+
+async def _touch(file: Path | None) -> None:
+    """Touch a file every second: the launcher kills a worker that is frozen."""
+    while file is not None:
+        file.touch()
+        await asyncio.sleep(1.0)
 
 
 async def _set_or_done(stop: asyncio.Event, task: asyncio.Task[None]) -> None:

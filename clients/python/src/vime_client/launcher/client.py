@@ -1,0 +1,93 @@
+"""How a driver deals with a supervisor: start it, see how it is, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from vime_client.launcher.process import last_lines
+from vime_client.launcher.state import RunState, is_held, read_state, state_path
+
+_START_S = 20.0
+_POLL_S = 0.1
+
+
+class LauncherError(Exception):
+    """The supervisor does not start or does not stop."""
+
+
+async def start_supervisor(run_dir: Path) -> None:
+    """Start a supervisor that outlives this process, and wait until it has taken over.
+
+    Raises:
+        LauncherError: it ended at once, with what it said.
+    """
+    state_path(run_dir).unlink(missing_ok=True)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    log = run_dir / "logs" / "launcher.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and asyncio's would be killed with its loop
+            [sys.executable, "-m", "vime_client.launcher", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal is for the driver, which then stops us in order
+        )
+    end = time.monotonic() + _START_S
+    while read_state(run_dir) is None:
+        if process.poll() is not None or time.monotonic() > end:
+            said = " | ".join(last_lines(log, 3)) or "it wrote nothing"
+            raise LauncherError(f"the launcher did not start: {said}")
+        await asyncio.sleep(_POLL_S)
+
+
+def is_running(run_dir: Path) -> bool:
+    """True if the run has a living supervisor."""
+    return is_held(run_dir, "supervisor")
+
+
+async def stop_supervisor(run_dir: Path, seconds: float) -> None:
+    """Ask the supervisor to stop everything and wait for its end; by force after `seconds`.
+
+    Raises:
+        LauncherError: it is still there.
+    """
+    state = read_state(run_dir)
+    if state is None or not is_running(run_dir):
+        return
+    _signal(state, signal.SIGTERM)
+    if await _gone(run_dir, state.pid, seconds):
+        return
+    _signal(state, signal.SIGKILL)  # its services die with it
+    if not await _gone(run_dir, state.pid, 10.0):
+        raise LauncherError(f"the launcher (process {state.pid}) does not end")
+
+
+def _signal(state: RunState, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signum)
+
+
+async def _gone(run_dir: Path, pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while is_running(run_dir) or _exists(pid):
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+def _exists(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):  # it is another driver's child
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

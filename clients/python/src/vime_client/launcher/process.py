@@ -1,0 +1,145 @@
+"""One service's process: its start, its log, its end, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vime_client.launcher.plan import SUPERVISOR_PID, ServicePlan
+
+_POLL_S = 0.05
+"""How often ends are looked for: a wait in a thread could not be cancelled, and SIGCHLD belongs to the loop's owner."""
+_EXEC_CHILD = str(Path(__file__).with_name("exec_child.py"))
+_PR_SET_CHILD_SUBREAPER = 36
+_CAUSE = re.compile(r"\b\w*(Error|Exception|refus|fail|cannot|in use)|^vime-", re.IGNORECASE)
+
+
+class ServiceProcess:
+    """A running service, in a session and process group of its own."""
+
+    def __init__(self, plan: ServicePlan, env: dict[str, str]) -> None:
+        """Start it.
+
+        Raises:
+            OSError: the program or its log file cannot be opened.
+        """
+        argv = [part.replace(SUPERVISOR_PID, str(os.getpid())) for part in plan.argv]
+        plan.log.parent.mkdir(parents=True, exist_ok=True)
+        with plan.log.open("ab") as log:
+            log.write(f"== {time.strftime('%H:%M:%S')} {plan.name} starts\n".encode())
+            log.flush()
+            self._log_from = log.tell()
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", _EXEC_CHILD, str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env,
+            )
+        self._plan = plan
+
+    @property
+    def pid(self) -> int:
+        """Process id, and id of its group."""
+        return self._popen.pid
+
+    async def wait(self) -> int:
+        """Its exit code; negative for a signal."""
+        while (code := self._popen.poll()) is None:
+            await asyncio.sleep(_POLL_S)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it and its whole group by force."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def last_lines(self, count: int = 15) -> list[str]:
+        """The end of what this process wrote."""
+        return last_lines(self._plan.log, count, self._log_from)
+
+
+def last_lines(log: Path, count: int, start: int = 0) -> list[str]:
+    """The last lines of a log that are not empty, none from before byte `start`."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - 64 * 1024))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.rstrip() for line in lines if line.strip()][-count:]
+
+
+def probable_cause(lines: Iterable[str]) -> str:
+    """The last line that looks like a cause, else the last line."""
+    kept = list(lines)
+    for line in reversed(kept):
+        if _CAUSE.search(line):
+            return line.strip()
+    return kept[-1].strip() if kept else "it wrote nothing"
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def adopt_orphans() -> None:
+    """From now on, processes whose parents died become children of this one, so that `kill_orphans` finds them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_orphans(known: Iterable[int]) -> list[int]:
+    """Kill and reap children of this process that are none of the `known`; their ids."""
+    keep = set(known)
+    found = [pid for pid in _children(os.getpid()) if pid not in keep]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in found:
+        _reap(pid)
+    return found
+
+
+def _reap(pid: int) -> None:
+    """Take the dead child's exit code, so that no zombie stays; one that is stuck in the kernel is left for later."""
+    for _ in range(20):
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def _children(parent: int) -> Iterator[int]:
+    """Direct children, from /proc."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == parent:
+            yield int(entry.parent.name)

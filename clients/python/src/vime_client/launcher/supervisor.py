@@ -1,0 +1,174 @@
+"""Keeps the services of a run running until training ends, and leaves nothing behind.
+
+It outlives its driver: a driver that dies may join again, and a run without a driver goes on to its end. It is told to
+stop by SIGTERM. If it is killed itself, the kernel kills its services (`exec_child`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from vime_client.clock import Clock, MonotonicClock
+from vime_client.errors import RpcError
+from vime_client.launcher.finish import final_report, record_counts, record_versions
+from vime_client.launcher.keeper import GaveUp, Keeper
+from vime_client.launcher.loop_watch import LoopEnd, watch_loop
+from vime_client.launcher.plan import RunPlan
+from vime_client.launcher.probes import Probe
+from vime_client.launcher.process import adopt_orphans, kill_orphans
+from vime_client.launcher.state import Phase, RunState, ServiceState, is_held, write_state
+from vime_client.logs import get_logger
+
+_TICK_S = 0.25
+_DRIVER_S = 60.0
+"""How long the end of a run waits for its driver to look at it."""
+_log = get_logger(__name__)
+
+
+class NotReady(Exception):
+    """The services did not become ready in time; the message says which and what they lack."""
+
+
+class Supervisor:
+    """One run's services."""
+
+    def __init__(self, plan: RunPlan, run_dir: Path, clock: Clock | None = None) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._clock = clock or MonotonicClock()
+        env = {**plan.env, **os.environ}
+        self._keepers = {s.name: Keeper(s, plan, env, self._clock) for s in plan.services}
+        self._probes: dict[str, Probe] = {}
+        self._state = RunState(pid=os.getpid(), phase="starting", started=time.time())
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Run to the end of training, or until `stop`; the exit code."""
+        adopt_orphans()
+        for keeper in self._keepers.values():
+            keeper.changed = self._write
+        self._probes = {s.name: Probe(s.address) for s in self._plan.services if s.address}
+        kept = [asyncio.create_task(keeper.keep()) for keeper in self._keepers.values()]
+        main = asyncio.create_task(self._main())
+        sweep = asyncio.create_task(self._sweep())
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({*kept, main, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await self._conclude(main, kept)
+            if not stop.is_set() and self._state.phase in ("finished", "failed"):
+                await self._wait_for_driver(stop)
+        finally:
+            for task in (main, stopped, sweep):
+                task.cancel()
+            await self._stop_all()
+            for task in kept:  # those that wait for the next start
+                task.cancel()
+            await asyncio.gather(main, stopped, sweep, *kept, return_exceptions=True)
+            kill_orphans([])
+            for probe in self._probes.values():
+                await probe.close()
+        self._write()
+        return 0 if self._state.phase == "finished" else 1
+
+    async def _main(self) -> LoopEnd:
+        """Ready, then training, to its end."""
+        await self._until_ready()
+        self._phase("running", activity="")
+        await record_versions(self._run_dir, self._probes)
+        return await watch_loop(self._plan, self._say, self._clock)
+
+    async def _until_ready(self) -> None:
+        limit = self._plan.limits.ready_timeout_s
+        end = self._clock.now() + limit
+        while missing := await self._missing():
+            self._say("waits for " + ", ".join(missing))
+            if self._clock.now() > end:
+                raise NotReady(f"after {limit:g} s the run is still not ready: it waits for {', '.join(missing)}")
+            await self._clock.sleep(_TICK_S)
+
+    async def _missing(self) -> list[str]:
+        names = list(self._probes)
+        answers = await asyncio.gather(*(self._probes[name].is_ready(2.0) for name in names))
+        missing = []
+        for name, ready in zip(names, answers, strict=True):
+            # A rollout service is ready once it serves weights, which it gets from training: being registered will do.
+            if ready:
+                self._keepers[name].set_ready()
+            elif not name.startswith("rollout-"):
+                missing.append(name)
+        for name, keeper in self._keepers.items():
+            if name not in self._probes and keeper.pid:
+                keeper.set_ready()
+        if not missing and self._plan.engines and self._plan.router:
+            engines = await self._probes["router"].engines(2.0)
+            if engines < self._plan.engines:
+                missing.append(f"engines ({engines} of {self._plan.engines} registered)")
+        return missing
+
+    async def _conclude(self, main: asyncio.Task[LoopEnd], kept: list[asyncio.Task[None]]) -> None:
+        """Why it ended: training's own end, a service that cannot run, or somebody's wish."""
+        for task in kept:
+            if task.done() and (error := task.exception()) is not None:
+                if not isinstance(error, GaveUp):
+                    raise error
+                self._phase("failed", reason=str(error), failed_service=error.service)
+                return
+        if not main.done():
+            self._phase("stopped", reason="stopped on request")
+            return
+        failure = main.exception()
+        if isinstance(failure, (NotReady, RpcError)):
+            self._phase("failed", reason=str(failure))
+        elif failure is not None:
+            raise failure
+        else:
+            end = main.result()
+            await record_counts(self._run_dir, self._plan.buffer)
+            self._phase("finished" if end.ok else "failed", reason=end.reason, failed_service="" if end.ok else "trainer")
+
+    async def _wait_for_driver(self, stop: asyncio.Event) -> None:
+        """A driver reads the end and stops us; without one the report is written here."""
+        if is_held(self._run_dir, "driver"):
+            try:
+                async with asyncio.timeout(_DRIVER_S):
+                    await stop.wait()
+            except TimeoutError:
+                _log.warning("the driver does not answer, the run ends without it", seconds=_DRIVER_S)
+        else:
+            await final_report(self._run_dir)
+
+    async def _stop_all(self) -> None:
+        """In order, so that nobody calls what is gone already: workers, trainer, engines, router, buffer."""
+        end = self._clock.now() + self._plan.limits.stop_timeout_s
+        stages = sorted({keeper.service.stop_stage for keeper in self._keepers.values()})
+        for position, stage in enumerate(stages):
+            keepers = [k for k in self._keepers.values() if k.service.stop_stage == stage]
+            left = max(0.5, end - self._clock.now())
+            # Half of the rest, so that one that does not end leaves time for those after it.
+            seconds = left if position == len(stages) - 1 else left / 2
+            await asyncio.gather(*(keeper.stop(seconds) for keeper in keepers))
+
+    async def _sweep(self) -> None:
+        """Kill what outlived its service in a session of its own."""
+        while True:
+            await asyncio.sleep(1.0)
+            kill_orphans([keeper.pid for keeper in self._keepers.values()])
+
+    def _say(self, activity: str) -> None:
+        if activity != self._state.activity:
+            self._phase(self._state.phase, activity=activity)
+
+    def _phase(self, phase: Phase, **changes: str) -> None:
+        ended = time.time() if phase in ("finished", "failed", "stopped") else 0.0
+        self._state = self._state.model_copy(update={"phase": phase, "ended": ended, **changes})
+        if ended:
+            say = _log.error if phase == "failed" else _log.info
+            say(f"run {phase}", reason=self._state.reason)
+        self._write()
+
+    def _write(self) -> None:
+        services: dict[str, ServiceState] = {name: keeper.state for name, keeper in self._keepers.items()}
+        self._state = self._state.model_copy(update={"services": services})
+        write_state(self._run_dir, self._state)

@@ -1,0 +1,219 @@
+"""The supervisor with tiny services: restarts, limits, reasons, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from vime_client.launcher.client import is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.plan import ServicePlan
+from vime_client.launcher.ports import PortBusy, all_free, choose_ports
+from vime_client.launcher.process import probable_cause
+from vime_client.launcher.restarts import Restarts
+from vime_client.launcher.state import RunState, read_state
+
+from .conftest import FLEET, alive, dummy, make_plan, processes_of, wait_until
+
+
+def state_of(run_dir: Path) -> RunState:
+    state = read_state(run_dir)
+    assert state is not None
+    return state
+
+
+@asynccontextmanager
+async def supervised(run_dir: Path) -> AsyncIterator[Path]:
+    await start_supervisor(run_dir)
+    try:
+        yield run_dir
+    finally:
+        await stop_supervisor(run_dir, 10)
+        assert not is_running(run_dir)
+        assert processes_of(run_dir) == []
+
+
+async def test_a_died_service_is_started_again_and_its_death_is_counted(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a"), dummy(tmp_path, "b")])
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "running")
+        first = state_of(tmp_path).services["a"].pid
+        os.kill(first, signal.SIGKILL)
+        await wait_until(lambda: state_of(tmp_path).services["a"].pid not in (0, first))
+        service = state_of(tmp_path).services["a"]
+        assert (service.deaths, service.last_end) == (1, "signal SIGKILL")
+        assert state_of(tmp_path).services["b"].deaths == 0
+
+
+async def test_a_service_that_dies_five_times_ends_the_run_with_its_name_and_reason(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "good"), dummy(tmp_path, "trainer", "dies")], restart_limit=5)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed")
+        state = state_of(tmp_path)
+        assert state.failed_service == "trainer"
+        assert state.services["trainer"].deaths == 5
+        expected = 'service "trainer" died 5 times, the last time with exit code 7: RuntimeError: no more memory'
+        assert state.reason.startswith(expected)
+
+
+async def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "buffer", "config")])
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed")
+        state = state_of(tmp_path)
+        assert state.services["buffer"].deaths == 1
+        assert state.reason == 'service "buffer" refuses to start: vime-dummy: unknown key a.b'
+
+
+async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    missing = ServicePlan(name="x", package="x", argv=["/no/such/program"], log=tmp_path / "logs" / "x.log")
+    make_plan(tmp_path, [missing], restart_limit=2)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed")
+        assert "/no/such/program" in state_of(tmp_path).reason or "No such file" in state_of(tmp_path).reason
+
+
+async def test_a_frozen_service_is_killed_and_started_again(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a")], hang_timeout_s=1.0)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "running")
+        first = state_of(tmp_path).services["a"].pid
+        time.sleep(0.6)  # noqa: ASYNC251 - it must be seen alive once
+        os.kill(first, signal.SIGSTOP)
+        await wait_until(lambda: state_of(tmp_path).services["a"].pid not in (0, first), 10)
+
+
+async def test_stopping_ends_a_service_that_ignores_sigterm_and_what_it_started(tmp_path: Path) -> None:
+    services = [dummy(tmp_path, "stubborn", "stubborn"), dummy(tmp_path, "parent", "grandchild", 1)]
+    make_plan(tmp_path, services, stop_timeout_s=1.5)
+    await start_supervisor(tmp_path)
+    log = tmp_path / "logs" / "parent.log"
+    await wait_until(lambda: log.exists() and "grandchild" in log.read_text())
+    await wait_until(lambda: "up" in (tmp_path / "logs" / "stubborn.log").read_text())
+    grandchild = int(log.read_text().split("grandchild ")[1].split()[0])
+    assert alive(grandchild)
+    start = time.monotonic()
+    await stop_supervisor(tmp_path, 10)
+    assert time.monotonic() - start < 5
+    await wait_until(lambda: not alive(grandchild) and not processes_of(tmp_path))
+    assert state_of(tmp_path).phase == "stopped"
+
+
+async def test_k38_killing_the_supervisor_takes_every_service_with_it(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a"), dummy(tmp_path, "b", "stubborn")])
+    await start_supervisor(tmp_path)
+    await wait_until(lambda: state_of(tmp_path).phase == "running")
+    os.kill(state_of(tmp_path).pid, signal.SIGKILL)
+    await wait_until(lambda: not processes_of(tmp_path))
+    assert not is_running(tmp_path)
+
+
+async def test_k38_a_second_sigterm_does_not_cut_the_stop_short(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a"), dummy(tmp_path, "b", "stubborn")], stop_timeout_s=2.0)
+    await start_supervisor(tmp_path)
+    await wait_until(lambda: "up" in (tmp_path / "logs" / "b.log").read_text())
+    pid = state_of(tmp_path).pid
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(0.5)  # noqa: ASYNC251 - the second comes while the first is being obeyed
+    os.kill(pid, signal.SIGTERM)
+    await wait_until(lambda: not is_running(tmp_path))
+    assert state_of(tmp_path).phase == "stopped"
+    await wait_until(lambda: not processes_of(tmp_path))
+
+
+async def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a")])
+    async with supervised(tmp_path):
+        second = subprocess.run(
+            [sys.executable, "-m", "vime_client.launcher", str(tmp_path)], capture_output=True, text=True, timeout=20
+        )
+        assert second.returncode == 1
+        assert "has a supervisor already" in second.stderr
+
+
+def fleet(run_dir: Path, steps: int, end: str, port: int) -> ServicePlan:
+    script = run_dir / "fleet.py"
+    script.write_text(FLEET)
+    return ServicePlan(
+        name="trainer",
+        package="fleet",
+        argv=[sys.executable, str(script), str(steps), str(port), end],
+        log=run_dir / "logs" / "trainer.log",
+        address=f"127.0.0.1:{port}",
+    )
+
+
+async def test_training_is_started_when_all_is_ready_and_its_end_ends_the_run(tmp_path: Path) -> None:
+    (port,) = choose_ports(["trainer"], {}).values()
+    make_plan(tmp_path, [fleet(tmp_path, 3, "finishes", port)], f"127.0.0.1:{port}")
+    await start_supervisor(tmp_path)
+    await wait_until(lambda: state_of(tmp_path).phase == "finished", 20)
+    # Nobody drives: it writes the report itself and leaves.
+    await wait_until(lambda: not is_running(tmp_path), 20)
+    await wait_until(lambda: not processes_of(tmp_path))
+    assert state_of(tmp_path).ended > state_of(tmp_path).started
+
+
+async def test_failed_training_is_the_reason_of_the_run(tmp_path: Path) -> None:
+    (port,) = choose_ports(["trainer"], {}).values()
+    make_plan(tmp_path, [fleet(tmp_path, 2, "fails", port)], f"127.0.0.1:{port}")
+    await start_supervisor(tmp_path)
+    await wait_until(lambda: state_of(tmp_path).phase == "failed", 20)
+    assert state_of(tmp_path).reason == "training failed after step 2: loss is not a number 5 times in a row"
+    await stop_supervisor(tmp_path, 10)
+
+
+async def test_a_restarted_trainer_is_started_again(tmp_path: Path) -> None:
+    (port,) = choose_ports(["trainer"], {}).values()
+    make_plan(tmp_path, [fleet(tmp_path, 5, "finishes", port)], f"127.0.0.1:{port}")
+    await start_supervisor(tmp_path)
+    await wait_until(lambda: state_of(tmp_path).phase == "running", 20)
+    os.kill(state_of(tmp_path).services["trainer"].pid, signal.SIGKILL)
+    await wait_until(lambda: state_of(tmp_path).phase == "finished", 20)
+    await stop_supervisor(tmp_path, 10)
+
+
+async def test_services_that_never_become_ready_end_the_run_by_name(tmp_path: Path) -> None:
+    (port,) = choose_ports(["buffer"], {}).values()
+    deaf = dummy(tmp_path, "buffer").model_copy(update={"address": f"127.0.0.1:{port}"})
+    make_plan(tmp_path, [deaf], ready_timeout_s=1.0)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed")
+        assert state_of(tmp_path).reason == "after 1 s the run is still not ready: it waits for buffer"
+
+
+def test_a_busy_port_is_named_with_its_service() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(1)
+        port = busy.getsockname()[1]
+        with pytest.raises(PortBusy, match=rf'service "buffer" cannot listen: port {port} \(launcher.ports.buffer\)'):
+            choose_ports(["buffer"], {"buffer": port})
+        assert not all_free([port])
+    chosen = choose_ports([str(i) for i in range(50)], {})
+    assert len(set(chosen.values())) == 50
+
+
+def test_back_off_doubles_and_old_deaths_are_forgiven() -> None:
+    restarts = Restarts(limit=3, window_s=100, backoff_s=1)
+    assert restarts.died(0) == 1
+    assert restarts.died(10) == 2
+    assert restarts.died(150) == 1  # the first two are older than the window
+    assert restarts.died(160) == 2
+    assert restarts.died(170) is None
+    assert restarts.total == 5
+    assert Restarts(limit=0, window_s=100, backoff_s=1).died(0) is None
+
+
+def test_the_probable_cause_is_the_last_line_that_looks_like_one() -> None:
+    assert probable_cause(["start", "ValueError: bad shape", "bye"]) == "ValueError: bad shape"
+    assert probable_cause(["one", "two"]) == "two"
+    assert probable_cause([]) == "it wrote nothing"
