@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vime_service.config import ConfigModel
 
@@ -101,6 +101,15 @@ class AlgorithmConfig(ConfigModel):
 
     mask_truncated: bool = False
     """Leave samples that were cut by the budget out of the loss and its denominators (after the statistics)."""
+
+    @model_validator(mode="after")
+    def _roles_exist(self) -> AlgorithmConfig:
+        for name in ("kl_coef", "kl_loss_coef"):
+            if getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} needs a reference policy, which is not there yet")
+        if self.estimator in ("ppo", "gae"):
+            raise ValueError(f"estimator = '{self.estimator}' needs a critic, which is not there yet")
+        return self
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageConfig:

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from vime_service.config import ConfigModel
 from vime_service.server_config import ServiceConfig
-from vime_trainer.algorithm_config import AlgorithmConfig
+from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss
 from vime_trainer.engine.config import EngineConfig
+from vime_trainer.engine.shape import ModelShape
 from vime_trainer.loop.publisher import PublishConfig
 
 
@@ -104,9 +105,16 @@ class TrainerSettings(ConfigModel):
     """Bounds."""
 
     @model_validator(mode="after")
-    def _model_exists(self) -> TrainerSettings:
+    def _model_is_known(self) -> TrainerSettings:
         if not (self.model_path / "config.json").is_file():
             raise ValueError(f"model_path {self.model_path} holds no config.json")
+        ModelShape.from_hf(self.model_path)
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_is_whole(self) -> TrainerSettings:
+        build_advantage(self.algorithm)
+        build_loss(self.algorithm)
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from vime_trainer.loop.ports import (
     Trained,
 )
 from vime_trainer.loop.versions import Version
+from vime_trainer.tools import fresh_model
 
 
 @dataclass
@@ -192,7 +194,7 @@ def version() -> Version:
 def model_path(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(fresh_model.config()))
     return folder
 
 
