@@ -96,7 +96,8 @@ class RouterSection(ConfigModel):
             suspect=self.suspect_after_periods * period,
             dead=self.dead_after_periods * period,
             forget=self.forget_after_periods * period,
-            deaf=period,
+            # A shorter stop makes no engine suspect by itself; pardoning it, too, would keep the dead alive.
+            deaf=max(1.0, self.suspect_after_periods - 1.0) * period,
         )
 
     def limits(self) -> ForwardLimits:
