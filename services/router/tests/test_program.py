@@ -51,6 +51,15 @@ def test_a_wrong_setting_ends_in_one_sentence(setting: str, said: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_the_domain_knows_neither_grpc_nor_messages() -> None:
+    code = (
+        "import sys, vime_router.forward, vime_router.progress, vime_router.policies; "
+        "print([m for m in ('grpc', 'vime', 'google.protobuf') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_the_router_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, vime_router.wiring; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
