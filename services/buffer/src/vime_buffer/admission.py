@@ -1,0 +1,182 @@
+"""Which prompts may be leased now: eval rounds first, then what the limiter of each table lets in.
+
+Within a table: places of recorded batches that lost their group, then prompts that were admitted before, then new ones
+from the source. All in admission order, so that nothing overtakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from vime_buffer.ledger import Ledger, RunState, Table
+from vime_buffer.limiter import Limits, Occupancy, free_slots, may_refill
+from vime_buffer.values import Blocked, State, prompt_id
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Row ids of prompts to lease, or why there are none."""
+
+    rows: tuple[int, ...] = ()
+    blocked: Blocked = Blocked.NOT
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def admit(ledger: Ledger, wanted: int, tables: Collection[str]) -> Admitted:
+    """Up to `wanted` prompts of `tables`; new ones get their row and admission number here."""
+    run = ledger.run()
+    if run.policy is None:
+        return Admitted(blocked=Blocked.NO_VERSION, counts={"incarnation": run.incarnation})
+    rows = _eval_rows(ledger, wanted, tables)
+    refusals: list[Admitted] = []
+    for table in ledger.tables.values():
+        if table.name not in tables or table.settings.is_eval:
+            continue
+        more = _table_rows(ledger, run, table, wanted - len(rows)) if len(rows) < wanted else Admitted()
+        rows += more.rows
+        if more.blocked is not Blocked.NOT:
+            refusals.append(more)
+    if rows:
+        return Admitted(tuple(rows))
+    refusals += _eval_refusal(ledger, tables)
+    order = (Blocked.ADMISSION, Blocked.EVAL, Blocked.GENERATING, Blocked.END_OF_DATA, Blocked.CLOSED)
+    return min(refusals, key=lambda refusal: order.index(refusal.blocked), default=Admitted(blocked=Blocked.ADMISSION))
+
+
+def _eval_rows(ledger: Ledger, wanted: int, tables: Collection[str]) -> list[int]:
+    rounds = ledger.db.all(
+        "SELECT rounds.table_id, rounds.step FROM rounds WHERE done_at IS NULL AND version_step IS NOT NULL "
+        "ORDER BY step, table_id"
+    )
+    rows: list[int] = []
+    for found in rounds:
+        if len(rows) >= wanted:
+            break
+        if ledger.table_by_id(found["table_id"]).name in tables:
+            rows += _ids(
+                ledger,
+                "SELECT id FROM groups WHERE table_id = ? AND eval_step = ? AND state = 0 ORDER BY admission LIMIT ?",
+                found["table_id"],
+                found["step"],
+                wanted - len(rows),
+            )
+    return rows
+
+
+def _eval_refusal(ledger: Ledger, tables: Collection[str]) -> list[Admitted]:
+    ids = [table.id for table in ledger.tables.values() if table.settings.is_eval and table.name in tables]
+    marks = ",".join("?" * len(ids))
+    pending = ledger.db.value(
+        f"SELECT count(*) FROM groups JOIN rounds ON rounds.table_id = groups.table_id AND rounds.step = eval_step "
+        f"WHERE groups.table_id IN ({marks}) AND done_at IS NULL AND groups.state IN (0, 1)",
+        *ids,
+    )
+    return [Admitted(blocked=Blocked.EVAL, counts={"eval_pending": pending})] if pending else []
+
+
+def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Admitted:
+    row = ledger.db.one("SELECT closed, drops_in_a_row FROM tables WHERE id = ?", table.id)
+    assert row is not None, "tables in memory are in the rows"
+    if row["closed"]:
+        return Admitted(blocked=Blocked.CLOSED, counts={"completed_step": run.completed_step})
+    counts = occupancy_counts(ledger, run, table)
+    if row["drops_in_a_row"] >= table.settings.max_drops_in_a_row:
+        # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
+        return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
+    rows = _refills(ledger, run, table, wanted)
+    slots = min(counts["free_slots"], wanted - len(rows))
+    rows += _ids(
+        ledger,
+        "SELECT id FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NULL ORDER BY admission LIMIT ?",
+        table.id,
+        slots,
+    )
+    rows += _draw(ledger, table, min(slots, wanted - len(rows)) if len(rows) < slots else 0)
+    if rows:
+        return Admitted(tuple(rows))
+    if counts["free_slots"] == 0 and not exhausted(ledger, table):
+        return Admitted(blocked=Blocked.ADMISSION, counts=counts)
+    waits = counts["open"] or counts["queued"]
+    return Admitted(blocked=Blocked.GENERATING if waits else Blocked.END_OF_DATA, counts=counts)
+
+
+def _refills(ledger: Ledger, run: RunState, table: Table, wanted: int) -> list[int]:
+    """Places of recorded batches, nearest first, as far ahead as staleness allows."""
+    unpublished = ledger.unpublished_steps(run)
+    found = ledger.db.all(
+        "SELECT id, train_step FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NOT NULL "
+        "ORDER BY train_step, place LIMIT ?",
+        table.id,
+        wanted,
+    )
+    k = table.settings.max_staleness
+    return [r["id"] for r in found if may_refill(r["train_step"], run.completed_step, k, unpublished)]
+
+
+def _draw(ledger: Ledger, table: Table, wanted: int) -> list[int]:
+    """Admit new prompts: the cursor moves and the rows appear in one transaction."""
+    if wanted <= 0:
+        return []
+    cursor = ledger.db.one("SELECT epoch, position, next_admission FROM tables WHERE id = ?", table.id)
+    assert cursor is not None, "tables in memory are in the rows"
+    epoch, position, admission = cursor["epoch"], cursor["position"], cursor["next_admission"]
+    drawn: list[tuple[object, ...]] = []
+    while len(drawn) < wanted and table.source.has(epoch):
+        index = table.source.index_at(epoch, position)
+        name = f"{table.name}/{prompt_id(table.source.settings.name, epoch, index)}"
+        drawn.append((table.id, name, admission, epoch, index, State.QUEUED))
+        admission += 1
+        position += 1
+        if position == table.source.records:
+            epoch, position = epoch + 1, 0
+    if drawn:
+        ledger.db.many(
+            "INSERT INTO groups (table_id, group_id, admission, epoch, source_index, state) VALUES (?, ?, ?, ?, ?, ?)",
+            drawn,
+        )
+        ledger.db.run(
+            "UPDATE tables SET epoch = ?, position = ?, next_admission = ? WHERE id = ?",
+            epoch, position, admission, table.id,
+        )  # fmt: skip
+    first = admission - len(drawn)
+    return _ids(
+        ledger,
+        "SELECT id FROM groups WHERE table_id = ? AND admission >= ? ORDER BY admission LIMIT ?",
+        table.id,
+        first,
+        len(drawn),
+    )
+
+
+def exhausted(ledger: Ledger, table: Table) -> bool:
+    """True if the source has no more prompts that were never admitted."""
+    return not table.source.has(ledger.db.value("SELECT epoch FROM tables WHERE id = ?", table.id))
+
+
+def occupancy_counts(ledger: Ledger, run: RunState, table: Table) -> dict[str, int]:
+    """The counts behind a refusal: who holds the slots, and how far training is."""
+    rows = ledger.db.all(
+        "SELECT state, count(*) AS n FROM groups WHERE table_id = ? AND state IN (0, 1, 2, 3) GROUP BY state", table.id
+    )
+    by_state = {row["state"]: int(row["n"]) for row in rows}
+    occupancy = Occupancy(by_state.get(State.OPEN, 0), by_state.get(State.STORED, 0), by_state.get(State.LEASED, 0))
+    settings = table.settings
+    limits = Limits(settings.groups_per_step, settings.max_staleness, settings.capacity)
+    unpublished = ledger.unpublished_steps(run)
+    return {
+        "queued": by_state.get(State.QUEUED, 0),
+        "open": occupancy.open,
+        "stored": occupancy.stored,
+        "leased": occupancy.leased,
+        "free_slots": free_slots(occupancy, limits, unpublished),
+        "groups_per_step": settings.groups_per_step,
+        "max_staleness": settings.max_staleness,
+        "policy_step": run.policy.step if run.policy else 0,
+        "unpublished_steps": unpublished,
+        "completed_step": run.completed_step,
+    }
+
+
+def _ids(ledger: Ledger, sql: str, *values: object) -> list[int]:
+    return [row["id"] for row in ledger.db.all(sql, *values)] if values[-1] else []

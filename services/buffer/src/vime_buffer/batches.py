@@ -1,0 +1,330 @@
+"""The trainer's side: a batch is in the ledger before it is handed out, and a step is completed once."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vime_buffer.admission import exhausted, occupancy_counts
+from vime_buffer.evals import holding, open_due_rounds, opened_at, will_hold
+from vime_buffer.ledger import Ledger, RunState, Table
+from vime_buffer.limiter import staleness
+from vime_buffer.selectors import Candidate
+from vime_buffer.values import EVICT_STALE, BatchAnswer, BatchGroup, Blocked, Completed, Outcome, State, Version
+from vime_service.errors import FailedPrecondition, InvalidArgument, WrongStep
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+_WANTED_FROM = 0.8
+"""Share of retained_bytes from which CompleteStep asks for a checkpoint: one more batch should still fit."""
+
+
+def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *, workers_ask: bool) -> BatchAnswer:
+    """The batch of `step`, or why there is none yet.
+
+    Raises:
+        StaleIncarnation, NotFound: see `Ledger`.
+        WrongStep: the step is neither leased nor the next.
+        FailedPrecondition: filters dropped too many groups in a row.
+    """
+    run = ledger.check_incarnation(incarnation)
+    table = ledger.table(table_name)
+    if table.settings.is_eval:
+        raise InvalidArgument(
+            f'table "{table_name}" is an eval table; it has no batches', field="table", value=table_name
+        )
+    batch = ledger.db.one("SELECT * FROM batches WHERE step = ?", step)
+    if batch is not None and batch["state"] == "leased" and batch["table_id"] == table.id:
+        return BatchAnswer(_groups_of(ledger, step), replayed=True)
+    if step != run.leased_step + 1 or (batch is not None and batch["table_id"] != table.id):
+        _wrong_step(ledger, step, run, batch)
+    held = _held(ledger, run, table)
+    if held is not None:
+        return held
+    if batch is not None:
+        recorded = _recorded(ledger, run, table, step, workers_ask)
+        if recorded is not None:
+            return recorded
+        ledger.db.run("DELETE FROM batches WHERE step = ?", step)  # none of its groups came back
+    return _select(ledger, run, table, step, workers_ask)
+
+
+def _wrong_step(ledger: Ledger, step: int, run: RunState, batch: sqlite3.Row | None) -> NoReturn:
+    if batch is not None and step > run.completed_step:
+        other = ledger.table_by_id(batch["table_id"]).name
+        raise WrongStep(f'step {step} has its batch from table "{other}"', step=step, expected=step, table=other)
+    raise WrongStep(
+        f"step {step} cannot be leased: the last one leased is {run.leased_step}, "
+        f"the last one completed {run.completed_step}; expected {run.leased_step + 1}",
+        step=step,
+        expected=run.leased_step + 1,
+    )
+
+
+def _held(ledger: Ledger, run: RunState, table: Table) -> BatchAnswer | None:
+    """What keeps the table as a whole from being leased."""
+    pending = holding(ledger)
+    closed = ledger.db.value("SELECT closed FROM tables WHERE id = ?", table.id)
+    if run.policy is None:
+        return BatchAnswer(blocked=Blocked.NO_VERSION, counts={"incarnation": run.incarnation})
+    if pending:
+        return BatchAnswer(blocked=Blocked.EVAL, counts={"eval_pending": pending})
+    if closed:
+        return BatchAnswer(blocked=Blocked.CLOSED, counts={"completed_step": run.completed_step})
+    unfinished = range(run.completed_step + 1, run.leased_step + 1)
+    if will_hold(ledger, unfinished):
+        # A batch handed out now would be trained and published while the round still needs the version before it.
+        return BatchAnswer(blocked=Blocked.EVAL, counts={"leased_steps": len(unfinished)})
+    consumed = _consumed_bytes(ledger, table)
+    if consumed >= table.settings.retained_bytes:
+        counts = {"consumed_bytes": consumed, "retained_bytes": table.settings.retained_bytes}
+        return BatchAnswer(blocked=Blocked.RETAINED_BYTES, counts=counts)
+    return None
+
+
+def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer | None:
+    """The batch as an earlier incarnation leased it; None if nothing is left of it."""
+    rows = ledger.db.all("SELECT id, state FROM groups WHERE train_step = ? ORDER BY place", step)
+    if any(row["state"] != State.STORED for row in rows):
+        return _blocked(ledger, run, table, workers_ask)
+    if not rows:
+        return None
+    ledger.db.run("UPDATE batches SET state = 'leased' WHERE step = ?", step)
+    ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
+    ledger.db.run("UPDATE run SET leased_step = ?", step)
+    return BatchAnswer(_groups_of(ledger, step), replayed=True)
+
+
+def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer:
+    settings = table.settings
+    size = settings.groups_per_step
+    skipped = ledger.skipped_steps()
+    while True:
+        ended = exhausted(ledger, table)
+        candidates = _candidates(ledger, table, step, skipped, None if table.selector.whole_table else size)
+        # At the end of the data the last batch is what is left: a shorter batch, never prompts that vanish.
+        wanted = min(size, len(candidates)) if ended else size
+        if wanted == 0:
+            return BatchAnswer(blocked=Blocked.END_OF_DATA, counts=occupancy_counts(ledger, run, table))
+        choice = table.selector.choose(candidates, wanted)
+        for candidate in choice.evict:
+            row = ledger.db.one("SELECT * FROM groups WHERE id = ?", candidate.row)
+            ledger.evict(row, EVICT_STALE)
+        if not choice.evict:
+            break
+    if not choice.take:
+        _check_drops(ledger, table)
+        return _blocked(ledger, run, table, workers_ask)
+    ledger.db.run("INSERT INTO batches (step, table_id, state) VALUES (?, ?, 'leased')", step, table.id)
+    ledger.db.many(
+        "UPDATE groups SET state = ?, train_step = ?, place = ? WHERE id = ?",
+        [(State.LEASED, step, place, c.row) for place, c in enumerate(choice.take)],
+    )
+    ledger.db.run("UPDATE run SET leased_step = ?", step)
+    return BatchAnswer(_groups_of(ledger, step))
+
+
+def _candidates(ledger: Ledger, table: Table, step: int, skipped: Sequence[int], limit: int | None) -> list[Candidate]:
+    rows = ledger.db.all(
+        "SELECT id, admission, state, oldest_step, evictions FROM groups "
+        "WHERE table_id = ? AND state IN (0, 1, 2) AND train_step IS NULL ORDER BY admission LIMIT ?",
+        table.id,
+        -1 if limit is None else limit,
+    )
+    aging = table.settings.kind != "sft"  # nothing was sampled there, so nothing grows old
+    return [
+        Candidate(
+            row["id"],
+            row["admission"],
+            row["state"] == State.STORED,
+            staleness(step, row["oldest_step"], skipped) if row["state"] == State.STORED and aging else 0,
+            row["evictions"],
+        )
+        for row in rows
+    ]
+
+
+def _check_drops(ledger: Ledger, table: Table) -> None:
+    drops = ledger.db.value("SELECT drops_in_a_row FROM tables WHERE id = ?", table.id)
+    limit = table.settings.max_drops_in_a_row
+    if drops >= limit:
+        reasons = ledger.db.all(
+            "SELECT DISTINCT reason FROM (SELECT reason FROM groups WHERE table_id = ? AND state = ? "
+            "ORDER BY admission DESC LIMIT ?)",
+            table.id,
+            State.DROPPED,
+            drops,
+        )
+        names = ", ".join(row["reason"] for row in reasons)
+        raise FailedPrecondition(
+            f'table "{table.name}": filters dropped {drops} groups in a row (limit {limit}; reasons: {names}), '
+            "so that no batch can fill; check the reward and the filter, or raise max_drops_in_a_row",
+            state=f"drops_in_a_row {drops}",
+            wanted=f"fewer than {limit}",
+            drops_in_a_row=drops,
+            limit=limit,
+        )
+
+
+def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> BatchAnswer:
+    counts = occupancy_counts(ledger, run, table)
+    if counts["open"]:
+        reason = Blocked.GENERATING
+    elif counts["free_slots"] == 0 and counts["queued"] == 0:
+        reason = Blocked.ADMISSION
+    else:
+        reason = Blocked.GENERATING if workers_ask else Blocked.NO_WORKER
+    return BatchAnswer(blocked=reason, counts=counts)
+
+
+def _groups_of(ledger: Ledger, step: int) -> tuple[BatchGroup, ...]:
+    run_id = ledger.options.run_id
+    skipped = ledger.skipped_steps()
+    rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+    return tuple(
+        BatchGroup(
+            group_id=row["group_id"],
+            attempt=row["attempt"],
+            sample_tokens=tuple(json.loads(row["sample_tokens"])),
+            oldest=Version(run_id, row["oldest_incarnation"], row["oldest_step"]),
+            staleness=staleness(step, row["oldest_step"], skipped),
+        )
+        for row in rows
+    )
+
+
+# ------------------------------------------------------------------ the end of a step
+
+
+def complete_step(
+    ledger: Ledger,
+    incarnation: int,
+    step: int,
+    table_name: str,
+    outcome: Outcome,
+    published: Version | None,
+    *,
+    final: bool,
+) -> Completed:
+    """Ack the batch of `step`, set the policy version, free the slots, open eval rounds: one transaction.
+
+    Asked again, it answers the same; `final` may be added then, for a trainer that learns at END_OF_DATA that the step
+    before was the last.
+
+    Raises:
+        StaleIncarnation, WrongStep, InvalidArgument: as their messages say.
+        FailedPrecondition: the step was completed with another outcome.
+    """
+    run = ledger.check_incarnation(incarnation)
+    table = ledger.table(table_name)
+    _check_published(ledger, run, step, outcome, published)
+    batch = ledger.db.one("SELECT * FROM batches WHERE step = ?", step)
+    if batch is not None and batch["table_id"] != table.id:
+        _wrong_step(ledger, step, run, batch)
+    if 0 < step <= run.completed_step:
+        return _completed_again(ledger, run, batch, step, outcome, final)
+    if batch is None or batch["state"] != "leased" or step != run.completed_step + 1:
+        raise WrongStep(
+            f"step {step} cannot be completed: the last one completed is {run.completed_step}, "
+            f"the last one leased {run.leased_step}",
+            step=step,
+            expected=run.completed_step + 1,
+        )
+    ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ? AND state = 3", State.CONSUMED, step)
+    ledger.db.run("UPDATE batches SET state = 'completed', outcome = ? WHERE step = ?", outcome, step)
+    ledger.db.run("UPDATE run SET completed_step = ?", step)
+    if published is not None:
+        ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", published.incarnation, published.step)
+    opened = _after_step(ledger, step, final)
+    return Completed(_checkpoint_wanted(ledger, batch["table_id"]), opened)
+
+
+def _completed_again(
+    ledger: Ledger, run: RunState, batch: sqlite3.Row | None, step: int, outcome: Outcome, final: bool
+) -> Completed:
+    if batch is not None and batch["outcome"] != outcome:
+        raise FailedPrecondition(
+            f"step {step} was completed as {Outcome(batch['outcome']).name}, not as {outcome.name}",
+            state=Outcome(batch["outcome"]).name,
+            wanted=outcome.name,
+        )
+    if final and step == run.completed_step:
+        _after_step(ledger, step, final)
+    wanted = batch is not None and _checkpoint_wanted(ledger, batch["table_id"])
+    return Completed(wanted, opened_at(ledger, step))
+
+
+def _after_step(ledger: Ledger, step: int, final: bool) -> tuple[str, ...]:
+    if final:
+        # Every table of the run: no step follows in any of them.
+        ledger.db.run("UPDATE tables SET closed = 1 WHERE name NOT LIKE 'eval/%'")
+        ledger.db.run("UPDATE batches SET final = 1 WHERE step = ?", step)
+    policy = ledger.run().policy
+    if policy is None:
+        return ()
+    return open_due_rounds(ledger, step, policy, final=final)
+
+
+def _check_published(ledger: Ledger, run: RunState, step: int, outcome: Outcome, published: Version | None) -> None:
+    if published is None:
+        return
+    ledger.check_run_id(published.run_id)
+    if outcome is Outcome.SKIPPED:
+        raise InvalidArgument(
+            f"step {step} was skipped, so it changed nothing that could be published as {published}",
+            field="published_version",
+            actual=published,
+        )
+    if (published.incarnation, published.step) != (run.incarnation, step):
+        raise InvalidArgument(
+            f"step {step} of incarnation {run.incarnation} cannot publish version {published}",
+            field="published_version",
+            expected=Version(run.run_id, run.incarnation, step),
+            actual=published,
+        )
+
+
+def _consumed_bytes(ledger: Ledger, table: Table) -> int:
+    sql = "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = ? AND state = ?"
+    return int(ledger.db.value(sql, table.id, State.CONSUMED))
+
+
+def _checkpoint_wanted(ledger: Ledger, table_id: int) -> bool:
+    table = ledger.table_by_id(table_id)
+    return _consumed_bytes(ledger, table) >= _WANTED_FROM * table.settings.retained_bytes
+
+
+def checkpoint_committed(ledger: Ledger, incarnation: int, step: int, oldest_kept_step: int) -> tuple[int, int]:
+    """Let payloads of steps up to `oldest_kept_step` go: groups retired and bytes freed.
+
+    Raises:
+        StaleIncarnation: see `Ledger`.
+        WrongStep: the checkpoint is of a step that is not completed.
+        InvalidArgument: the oldest kept step is after the checkpoint's.
+    """
+    run = ledger.check_incarnation(incarnation)
+    if step > run.completed_step:
+        raise WrongStep(
+            f"no checkpoint of step {step} can exist: the last one completed is {run.completed_step}",
+            step=step,
+            expected=run.completed_step,
+        )
+    if oldest_kept_step > step:
+        raise InvalidArgument(
+            f"the oldest kept step {oldest_kept_step} is after the checkpoint's step {step}",
+            field="oldest_kept_step",
+            expected=step,
+            actual=oldest_kept_step,
+        )
+    where = "state = ? AND ((train_step IS NOT NULL AND train_step <= ?) OR (eval_step IS NOT NULL AND eval_step <= ?))"
+    values: tuple[Any, ...] = (State.CONSUMED, oldest_kept_step, oldest_kept_step)
+    found = ledger.db.one(f"SELECT count(*) AS n, coalesce(sum(bytes), 0) AS b FROM groups WHERE {where}", *values)
+    assert found is not None, "an aggregate has one row"
+    ledger.db.run(
+        f"UPDATE groups SET state = ?, segment = NULL, offset = NULL, bytes = 0 WHERE {where}", State.RETIRED, *values
+    )
+    ledger.db.run("UPDATE run SET oldest_kept_step = max(oldest_kept_step, ?)", oldest_kept_step)
+    ledger.segments_may_have_died = True
+    return int(found["n"]), int(found["b"])

@@ -1,0 +1,315 @@
+"""The buffer as its servicers see it: every call of the ledger, awaited, with long polls that end in time.
+
+Writes go to the writer's thread, reads to threads of their own with a connection that only reads; the event loop never
+touches a disk. A poll that waits is woken by the next commit, not by a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from vime_buffer import batches, catalog, evals, incarnation, leases, views
+from vime_buffer.changes import Changes
+from vime_buffer.content import GroupContent, GroupRules
+from vime_buffer.digests import payload_digest
+from vime_buffer.ledger import Ledger
+from vime_buffer.schema import Database
+from vime_buffer.settings import TableSettings, check_table
+from vime_buffer.sources import JsonlSource
+from vime_buffer.validation import check_group
+from vime_buffer.values import (
+    BatchAnswer,
+    Blocked,
+    Completed,
+    Failure,
+    GroupFacts,
+    GroupRow,
+    Insert,
+    Opened,
+    Outcome,
+    PromptAnswer,
+    RoundResult,
+    State,
+    Version,
+)
+from vime_buffer.writer import Writer
+from vime_service.errors import DataLoss, InvalidArgument, MessageTooLarge
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+_LARGE = 256 << 10
+"""Groups above this many bytes are checked in a thread, so that other calls go on meanwhile."""
+_SWEEP_S = 0.5
+"""How often leases that ended are looked for while no call does it."""
+
+_WATCH_PAUSE_S = 0.1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLimits:
+    """Settings of the calls; see `BufferSettings`."""
+
+    max_group_bytes: int = 48 << 20
+    worker_silence_s: float = 10.0
+
+
+class Buffer:
+    """An open ledger with its threads. Make it inside a running event loop."""
+
+    def __init__(self, ledger: Ledger, limits: BufferLimits | None = None) -> None:
+        self._ledger = ledger
+        self._limits = limits or BufferLimits()
+        self.changes = Changes(asyncio.get_running_loop())
+        self._writer = Writer(ledger, self.changes.announce_from_thread)
+        self._reading = Database(ledger.db.path, read_only=True)
+        # One thread for the one reading connection; payload files are read side by side.
+        self._reader = ThreadPoolExecutor(1, "ledger-reader")
+        self._payloads = ThreadPoolExecutor(2, "payload-reader")
+        self._asking = 0
+        self._asked_at = float("-inf")
+
+    async def close(self) -> None:
+        """Finish what waits and close the files."""
+        self.changes.stop()
+        await asyncio.to_thread(self._writer.close)
+        self._reader.shutdown()
+        self._payloads.shutdown()
+        self._reading.close()
+        self._ledger.close()
+
+    async def sweep(self) -> None:
+        """End leases whose time is over, for ever; to be run as a task."""
+        clock = self._ledger.clock
+        while not self.changes.stopped:
+            # A fixed beat, not the time of the next end: that may move either way while this sleeps.
+            await clock.sleep(_SWEEP_S)
+            if clock.now() >= self._ledger.next_end:
+                await self._write(lambda ledger: None)  # the writer ends them before any operation
+
+    # -------------------------------------------------------------- workers
+
+    async def lease_prompts(
+        self, worker_id: str, max_prompts: int, tables: Sequence[str], wait_s: float
+    ) -> PromptAnswer:
+        """See `leases.lease_prompts`; waits up to `wait_s` for admission."""
+        if max_prompts < 1:
+            raise InvalidArgument("max_prompts must be at least 1, not 0", field="max_prompts", value=max_prompts)
+        self._asking += 1
+        try:
+            return await self.changes.poll(lambda: self._try_lease(worker_id, max_prompts, tables), wait_s)
+        finally:
+            self._asking -= 1
+            self._asked_at = self._ledger.clock.now()
+
+    async def _try_lease(self, worker_id: str, max_prompts: int, tables: Sequence[str]) -> tuple[PromptAnswer, bool]:
+        future = self._writer.submit(lambda ledger: leases.lease_prompts(ledger, worker_id, max_prompts, tables))
+        try:
+            answer = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():  # it is being committed: nobody will hold these leases
+                future.add_done_callback(self._give_back)
+            raise
+        return answer, bool(answer.leases) or answer.blocked is Blocked.CLOSED
+
+    def _give_back(self, future: Future[PromptAnswer]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        ids = [lease.lease_id for lease in future.result().leases]
+        if ids and not self.changes.stopped:
+            self._writer.submit(lambda ledger: leases.release(ledger, ids))
+
+    async def keep_alive(self, lease_ids: Sequence[str]) -> tuple[list[str], float]:
+        """See `leases.keep_alive`."""
+        return await self._write(lambda ledger: leases.keep_alive(ledger, lease_ids))
+
+    async def insert_group(self, lease_id: str, group: GroupContent, payload: bytes, drop_reason: str) -> bool:
+        """Check a group and store it durably, or drop it; True if it was there already.
+
+        Raises:
+            MessageTooLarge: the group is above `max_group_bytes`.
+            InvalidArgument: see `validation.check_group`.
+        """
+        limit = self._limits.max_group_bytes
+        if len(payload) > limit:
+            raise MessageTooLarge(
+                f"group {group.group_id} has {len(payload)} bytes, the cap is {limit}", limit=limit, actual=len(payload)
+            )
+        table = self._ledger.table(group.table).settings
+        facts: GroupFacts
+        if drop_reason:
+            facts = GroupFacts(group.group_id, group.attempt, group.table, group.prompt_id, (), 0, 0, (), None, None)
+        elif len(payload) > _LARGE:
+            facts = await asyncio.to_thread(check_group, group, self._rules(table))
+        else:
+            facts = check_group(group, self._rules(table))
+        insert = Insert(lease_id, facts, payload, payload_digest(payload), drop_reason)
+        return await self._write(lambda ledger: leases.insert_group(ledger, insert))
+
+    def _rules(self, table: TableSettings) -> GroupRules:
+        return GroupRules(
+            run_id=self._ledger.options.run_id,
+            num_samples=table.samples_per_prompt,
+            require_routes=table.require_routes,
+            needs_logprobs=table.kind != "sft",
+        )
+
+    async def fail_prompt(self, lease_id: str, failure: Failure, detail: str) -> bool:
+        """See `leases.fail_prompt`."""
+        return await self._write(lambda ledger: leases.fail_prompt(ledger, lease_id, failure, detail))
+
+    # -------------------------------------------------------------- the trainer
+
+    async def open_incarnation(
+        self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str, *, regenerate: bool
+    ) -> Opened:
+        """See `incarnation.open_incarnation`."""
+        return await self._write(
+            lambda ledger: incarnation.open_incarnation(
+                ledger, run_id, resume_step, highest_known, recipe_digest, regenerate=regenerate
+            )
+        )
+
+    async def announce_version(self, version: Version) -> tuple[str, ...]:
+        """See `incarnation.announce_version`."""
+        return await self._write(lambda ledger: incarnation.announce_version(ledger, version))
+
+    async def lease_batch(self, incarnation_: int, step: int, table: str, wait_s: float) -> BatchAnswer:
+        """See `batches.lease_batch`; waits up to `wait_s` for the batch."""
+
+        async def attempt() -> tuple[BatchAnswer, bool]:
+            asks = self._workers_ask()
+            answer = await self._write(
+                lambda ledger: batches.lease_batch(ledger, incarnation_, step, table, workers_ask=asks)
+            )
+            return answer, answer.blocked in (Blocked.NOT, Blocked.END_OF_DATA, Blocked.CLOSED, Blocked.RETAINED_BYTES)
+
+        return await self.changes.poll(attempt, wait_s)
+
+    def _workers_ask(self) -> bool:
+        silence = self._ledger.clock.now() - self._asked_at
+        return self._asking > 0 or silence < self._limits.worker_silence_s
+
+    async def complete_step(
+        self, incarnation_: int, step: int, table: str, outcome: Outcome, published: Version | None, *, final: bool
+    ) -> Completed:
+        """See `batches.complete_step`."""
+        return await self._write(
+            lambda ledger: batches.complete_step(ledger, incarnation_, step, table, outcome, published, final=final)
+        )
+
+    async def checkpoint_committed(self, incarnation_: int, step: int, oldest_kept_step: int) -> tuple[int, int]:
+        """See `batches.checkpoint_committed`."""
+        return await self._write(
+            lambda ledger: batches.checkpoint_committed(ledger, incarnation_, step, oldest_kept_step)
+        )
+
+    async def get_groups(self, group_ids: Sequence[str], message_bytes: int) -> AsyncIterator[list[bytes]]:
+        """Payloads in the order asked for, in lists of up to `message_bytes` (or one larger payload).
+
+        Raises:
+            NotFound, FailedPrecondition, DataLoss: see `views.group_places` and `Segments.read`.
+        """
+        places = await self._read(lambda db: views.group_places(db, group_ids))
+        loop = asyncio.get_running_loop()
+        part: list[bytes] = []
+        size = 0
+        for group_id, place in zip(group_ids, places, strict=True):
+            if part and size + place.nbytes > message_bytes:
+                yield part
+                part, size = [], 0
+            try:
+                part.append(await loop.run_in_executor(self._payloads, self._ledger.segments.read, place))
+            except DataLoss as error:
+                _log.error("a payload is damaged", group_id=group_id, cause=error.message)
+                await self._mark_corrupted(group_id)
+                raise
+            size += place.nbytes
+        if part:
+            yield part
+
+    async def _mark_corrupted(self, group_id: str) -> None:
+        await self._write(lambda ledger: incarnation.mark_corrupted(ledger, group_id))
+
+    # -------------------------------------------------------------- tables
+
+    async def eval_round(self, table: str, step: int) -> RoundResult:
+        """See `evals.round_result`."""
+        run_id, now = self._ledger.options.run_id, self._ledger.wall()
+        return await self._read(lambda db: evals.round_result(db, table, step, run_id, now))
+
+    async def create_table(self, settings: TableSettings) -> TableSettings:
+        """Check a table, read its source and make it; see `catalog.create_table`."""
+        check_table(settings)
+        settings = settings.filled()
+        seed = self._ledger.options.seed
+        source: JsonlSource = await asyncio.to_thread(catalog.open_source, settings, seed)
+        return await self._write(lambda ledger: catalog.create_table(ledger, settings, source))
+
+    async def update_table(self, settings: TableSettings) -> views.TableView:
+        """See `catalog.update_table`."""
+        await self._write(lambda ledger: catalog.update_table(ledger, settings))
+        return await self.table(settings.name)
+
+    async def delete_groups(self, table: str, group_ids: Sequence[str]) -> int:
+        """See `catalog.delete_groups`."""
+        return await self._write(lambda ledger: catalog.delete_groups(ledger, table, group_ids))
+
+    async def table(self, name: str) -> views.TableView:
+        """See `views.table_view`."""
+        return await self._read(lambda db: views.table_view(db, name))
+
+    def settings(self, name: str) -> TableSettings:
+        """Settings of a table, without a look at the disk."""
+        return self._ledger.table(name).settings
+
+    async def watch(self, name: str, left: Callable[[], float]) -> AsyncIterator[views.TableView]:
+        """The table now and after every change, at most ten times a second, while `left()` seconds remain."""
+        shown: views.TableView | None = None
+        while not self.changes.stopped:
+            changed = self.changes.ticket()
+            view = await self.table(name)
+            if view != shown:
+                yield view
+                shown = view
+            if not await self.changes.wait(changed, left()):
+                return
+            await asyncio.sleep(min(_WATCH_PAUSE_S, left()))  # commits in the meantime share one message
+
+    async def tables(self, after: str, limit: int) -> list[views.TableView]:
+        """Up to `limit` tables in the order of their names, those after `after`."""
+        return await self._read(lambda db: [views.table_view(db, name) for name in views.table_names(db, after, limit)])
+
+    def look(self) -> list[views.TableView]:
+        """Every table now; for metrics, from any thread."""
+        work = self._reader.submit(
+            self._snapshot, lambda db: [views.table_view(db, name) for name in views.table_names(db, "", 1000)]
+        )
+        return work.result(timeout=5.0)
+
+    async def list_groups(
+        self, table: str, state: State | None, train_step: int | None, page_token: str, limit: int
+    ) -> tuple[list[GroupRow], str]:
+        """See `views.list_groups`."""
+        return await self._read(lambda db: views.list_groups(db, table, state, train_step, page_token, limit))
+
+    # -------------------------------------------------------------- threads
+
+    async def _write(self, work: Callable[[Ledger], T]) -> T:
+        return await asyncio.wrap_future(self._writer.submit(work))
+
+    async def _read(self, work: Callable[[Database], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._snapshot, work)
+
+    def _snapshot(self, work: Callable[[Database], T]) -> T:
+        """All statements of one read see one commit: the laws hold in every answer."""
+        self._reading.begin("DEFERRED")
+        try:
+            return work(self._reading)
+        finally:
+            self._reading.rollback()

@@ -1,0 +1,164 @@
+"""Tables: made, changed, emptied by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vime_buffer.ledger import NO_PAYLOAD, Ledger, Table
+from vime_buffer.settings import MUTABLE, TableSettings, changed_fields, check_table
+from vime_buffer.sources import JsonlSource
+from vime_buffer.values import DROP_DELETED, State
+from vime_service.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+def open_source(settings: TableSettings, run_seed: int, digest: str | None = None) -> JsonlSource:
+    """Open a table's source, which must have the bytes it had when the table was made.
+
+    Raises:
+        InvalidArgument: it cannot be used.
+        FailedPrecondition: its content changed; cursors and prompt ids would mean other prompts.
+    """
+    source = JsonlSource(settings.source, run_seed)
+    if digest is not None and source.digest != digest:
+        source.close()
+        raise FailedPrecondition(
+            f'table "{settings.name}": prompt source {settings.source.path} changed since the run began '
+            f"(digest {source.digest}, was {digest}); restore it or begin a new run",
+            state=source.digest,
+            wanted=digest,
+        )
+    if source.skipped:
+        _log.warning("bad lines skipped", table=settings.name, path=settings.source.path, skipped=source.skipped)
+    return source
+
+
+def check_root(path: Path, roots: Sequence[Path]) -> Path:
+    """The real path of a source that a caller names; it must lie inside one of the folders.
+
+    Raises:
+        PermissionDenied: it does not, after symbolic links and `..` are followed.
+    """
+    candidates = [path] if path.is_absolute() else [root / path for root in roots]
+    for candidate in candidates:
+        real = candidate.resolve()
+        if any(real.is_relative_to(root) for root in roots):
+            return real
+    raise PermissionDenied(
+        f"prompt source {path} lies in none of the folders this buffer may read: "
+        f"{', '.join(map(str, roots)) or 'none configured'} (setting buffer.source_roots)",
+        method="CreateTable",
+        path=path,
+    )
+
+
+def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> TableSettings:
+    """Make a table, or find the same one. Its settings with defaults filled in.
+
+    Raises:
+        AlreadyExists: it is there with other settings.
+    """
+    settings = settings.filled()
+    found = ledger.tables.get(settings.name)
+    if found is not None:
+        source.close()
+        different = changed_fields(found.settings, settings)
+        if different:
+            raise AlreadyExists(
+                f'table "{settings.name}" exists with other settings: {", ".join(different)}',
+                kind="table",
+                name=settings.name,
+                fields=",".join(different),
+            )
+        return found.settings
+    ledger.db.run(
+        "INSERT INTO tables (name, settings, source_digest) VALUES (?, ?, ?)",
+        settings.name, settings.model_dump_json(), source.digest,
+    )  # fmt: skip
+    table_id = ledger.db.value("SELECT id FROM tables WHERE name = ?", settings.name)
+    ledger.add_table(table_id, settings, source)
+    return settings
+
+
+def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
+    """Bring the tables of the configuration into the ledger, at start.
+
+    Raises:
+        FailedPrecondition: a setting that the run depends on differs from the ledger's.
+    """
+    for settings in tables:
+        found = ledger.tables.get(settings.name)
+        if found is None:
+            create_table(ledger, settings, open_source(settings, ledger.options.seed))
+        elif changed_fields(found.settings, settings):
+            update_table(ledger, settings)
+
+
+def update_table(ledger: Ledger, settings: TableSettings) -> None:
+    """Change the settings that may change.
+
+    Raises:
+        NotFound: no such table.
+        FailedPrecondition: another setting differs.
+        ImpossibleConfig, InvalidArgument: the new settings cannot work.
+    """
+    table = ledger.table(settings.name)
+    settings = settings.filled()
+    check_table(settings)
+    fixed = [field for field in changed_fields(table.settings, settings) if field not in MUTABLE]
+    if fixed:
+        field = fixed[0]
+        old, new = getattr(table.settings, field), getattr(settings, field)
+        raise FailedPrecondition(
+            f'table "{settings.name}": {field} is {old} in the ledger and cannot become {new} while the run goes on; '
+            f"changeable are {', '.join(MUTABLE)}",
+            state=old,
+            wanted=new,
+            field=field,
+        )
+    ledger.db.run("UPDATE tables SET settings = ? WHERE id = ?", settings.model_dump_json(), table.id)
+    table.settings = settings
+
+
+def delete_groups(ledger: Ledger, table_name: str, group_ids: Sequence[str]) -> int:
+    """Drop stored groups by hand, all or none; how many. Ones that were deleted before count again.
+
+    Raises:
+        NotFound: no such table or group.
+        FailedPrecondition: a group is not stored, or a batch in the ledger holds it.
+        InvalidArgument: the table is an eval table.
+    """
+    table = ledger.table(table_name)
+    if table.settings.is_eval:
+        raise InvalidArgument(f'groups of "{table_name}" belong to their eval round', field="table", value=table_name)
+    for group_id in dict.fromkeys(group_ids):
+        _delete_group(ledger, table, group_id)
+    ledger.segments_may_have_died = True
+    return len(set(group_ids))
+
+
+def _delete_group(ledger: Ledger, table: Table, group_id: str) -> None:
+    row = ledger.db.one(
+        "SELECT id, state, reason, train_step, digest FROM groups WHERE table_id = ? AND group_id = ?",
+        table.id,
+        group_id,
+    )
+    if row is None:
+        raise NotFound(f'table "{table.name}" has no group {group_id}', kind="group", name=group_id)
+    if row["state"] == State.DROPPED and row["reason"] == DROP_DELETED:
+        return
+    if row["state"] != State.STORED or row["train_step"] is not None:
+        held = f" in the batch of step {row['train_step']}" if row["train_step"] is not None else ""
+        state = State(row["state"]).name.lower()
+        raise FailedPrecondition(
+            f"group {group_id} is {state}{held}; only stored groups outside of batches can be deleted",
+            state=state,
+            wanted="stored",
+        )
+    ledger.db.run(
+        f"UPDATE groups SET state = ?, reason = ?, {NO_PAYLOAD} WHERE id = ?", State.DROPPED, DROP_DELETED, row["id"]
+    )
+    ledger.db.run("UPDATE groups SET digest = ? WHERE id = ?", row["digest"], row["id"])

@@ -1,0 +1,311 @@
+"""The workers' side: prompts out, groups in. A lease ends in exactly one way: inserted, queued again, or given up."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from vime_buffer.admission import admit
+from vime_buffer.evals import finish_round_if_done
+from vime_buffer.ledger import NO_LEASE, Ledger
+from vime_buffer.seeds import group_seeds
+from vime_buffer.values import (
+    DROP_DELETED,
+    GIVE_UP_EXPIRED,
+    Failure,
+    Insert,
+    LeaseGrant,
+    PromptAnswer,
+    State,
+    Version,
+)
+from vime_service.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    LeaseLost,
+    NotFound,
+    ResourceExhausted,
+)
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+def lease_prompts(ledger: Ledger, worker_id: str, max_prompts: int, tables: Sequence[str]) -> PromptAnswer:
+    """Lease up to `max_prompts` prompts, eval rounds first.
+
+    Raises:
+        NotFound: one of `tables` does not exist.
+        DataLoss: a source changed under the run.
+    """
+    for name in tables:
+        ledger.table(name)
+    admitted = admit(ledger, max_prompts, frozenset(tables) or frozenset(ledger.tables))
+    leases = tuple(_grant(ledger, row_id, worker_id) for row_id in admitted.rows)
+    return PromptAnswer(leases, admitted.blocked, admitted.counts)
+
+
+def _grant(ledger: Ledger, row_id: int, worker_id: str) -> LeaseGrant:
+    row = ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id)
+    assert row is not None, "admission named it in this transaction"
+    table = ledger.table_by_id(row["table_id"])
+    settings = table.settings
+    record = table.source.read(row["epoch"], row["source_index"])
+    fence = _fence(ledger, row)
+    lease_id = f"{row['group_id']}#{row['attempt']}.{secrets.token_hex(4)}"
+    ledger.db.run(
+        "UPDATE groups SET state = ?, lease_id = ?, worker_id = ?, fence_incarnation = ?, fence_step = ? WHERE id = ?",
+        State.OPEN, lease_id, worker_id, fence.incarnation, fence.step, row_id,
+    )  # fmt: skip
+    ledger.bump(table.id, "drawn")
+    ledger.lease_ends(lease_id, ledger.clock.now() + settings.lease_ttl)
+    return LeaseGrant(
+        lease_id=lease_id,
+        table=table.name,
+        record=record,
+        group_id=row["group_id"],
+        attempt=row["attempt"],
+        fence=fence,
+        exact=settings.is_eval,
+        num_samples=settings.samples_per_prompt,
+        ttl=settings.lease_ttl,
+        eval_step=row["eval_step"],
+        seeds=group_seeds(ledger.options.seed, record.prompt_id, settings.samples_per_prompt),
+        reward=settings.reward,
+    )
+
+
+def _fence(ledger: Ledger, row: Any) -> Version:
+    run = ledger.run()
+    assert run.policy is not None, "nothing is admitted before a version is announced"
+    if row["eval_step"] is None:
+        return run.policy
+    found = ledger.db.one(
+        "SELECT incarnation, version_step FROM rounds WHERE table_id = ? AND step = ?",
+        row["table_id"],
+        row["eval_step"],
+    )
+    assert found is not None, "a queued eval prompt has an open round"
+    return Version(run.run_id, found["incarnation"], found["version_step"])
+
+
+def insert_group(ledger: Ledger, insert: Insert) -> bool:
+    """Store a finished group, or drop it with the filter's reason. True if the same bytes were there already.
+
+    Raises:
+        NotFound: the group or the attempt was never leased.
+        LeaseLost: the attempt was superseded, expired or given up.
+        AlreadyExists: the attempt is there with other bytes.
+        InvalidArgument: its versions do not pass the lease's fence.
+        ResourceExhausted: the byte budget is used up.
+        StorageFailed: the disk is.
+    """
+    facts = insert.facts
+    row = ledger.db.one("SELECT * FROM groups WHERE group_id = ?", facts.group_id)
+    if row is None or ledger.table_by_id(row["table_id"]).name != facts.table:
+        raise NotFound(f"group {facts.group_id} was never leased", kind="group", name=facts.group_id)
+    if facts.attempt > row["attempt"]:
+        raise NotFound(
+            f"attempt {facts.attempt} of group {facts.group_id} was never leased; the current one is {row['attempt']}",
+            kind="attempt",
+            name=f"{facts.group_id}#{facts.attempt}",
+        )
+    if facts.attempt < row["attempt"] or row["state"] in (State.QUEUED, State.GIVEN_UP, State.WITHDRAWN):
+        raise _lost(row, facts.attempt)
+    if row["state"] != State.OPEN:
+        return _same_again(row, insert)
+    if row["lease_id"] != insert.lease_id:
+        raise _lost(row, facts.attempt)
+    if insert.drop_reason:
+        _drop(ledger, row, insert)
+    else:
+        _store(ledger, row, insert)
+    ledger.ends_at.pop(insert.lease_id, None)
+    return False
+
+
+def _same_again(row: sqlite3.Row, insert: Insert) -> bool:
+    dropped = row["reason"] if row["state"] == State.DROPPED and row["reason"] != DROP_DELETED else ""
+    if row["digest"] == insert.digest and dropped == insert.drop_reason:
+        return True
+    raise AlreadyExists(
+        f"attempt {row['attempt']} of group {row['group_id']} was inserted before with other content",
+        kind="group",
+        name=row["group_id"],
+        attempt=row["attempt"],
+    )
+
+
+def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
+    facts, table = insert.facts, ledger.table_by_id(row["table_id"])
+    oldest = _check_versions(ledger, row, insert, exact=table.settings.is_eval)
+    newest = facts.newest or oldest
+    used, limit = ledger.segments.total_bytes, ledger.options.max_bytes
+    if used + len(insert.payload) > limit:
+        raise ResourceExhausted(
+            f"the byte budget is used up: {used} of {limit} bytes; a checkpoint frees consumed groups",
+            kind="bytes",
+            limit=limit,
+            actual=used + len(insert.payload),
+        )
+    place = ledger.segments.append(insert.payload)
+    ledger.db.run(
+        f"UPDATE groups SET state = ?, segment = ?, offset = ?, bytes = ?, digest = ?, sample_tokens = ?, "
+        f"oldest_incarnation = ?, oldest_step = ?, newest_step = ?, rewards = ?, truncated = ?, response_tokens = ?, "
+        f"{NO_LEASE} WHERE id = ?",
+        State.STORED, place.segment, place.offset, place.nbytes, insert.digest, json.dumps(facts.sample_tokens),
+        oldest.incarnation, oldest.step, newest.step, json.dumps(facts.rewards), facts.truncated,
+        facts.response_tokens, row["id"],
+    )  # fmt: skip
+    ledger.bump(table.id, "inserted")
+    ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id)
+    if row["eval_step"] is not None:
+        finish_round_if_done(ledger, table, row["eval_step"])
+
+
+def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
+    if row["eval_step"] is not None:
+        raise InvalidArgument(
+            f"group {row['group_id']} belongs to an eval round; eval groups are never dropped",
+            field="drop_reason",
+            value=insert.drop_reason,
+        )
+    ledger.db.run(
+        f"UPDATE groups SET state = ?, reason = ?, digest = ?, train_step = NULL, place = NULL, {NO_LEASE} "
+        "WHERE id = ?",
+        State.DROPPED, insert.drop_reason, insert.digest, row["id"],
+    )  # fmt: skip
+    ledger.bump(row["table_id"], "inserted")
+    ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
+
+
+def _check_versions(ledger: Ledger, row: sqlite3.Row, insert: Insert, *, exact: bool) -> Version:
+    """The group's oldest version, after the lease's fence was checked again. Without a response it is the fence's."""
+    run = ledger.run()
+    fence = Version(run.run_id, row["fence_incarnation"], row["fence_step"])
+    oldest, newest = insert.facts.oldest, insert.facts.newest
+    if oldest is None or newest is None:
+        return fence
+    if exact and not oldest == newest == fence:
+        raise _bad_version(row, f"must come from exactly {fence}, found {oldest} to {newest}", fence, oldest)
+    if not oldest.satisfies_at_least(fence):
+        raise _bad_version(row, f"must come from {fence} or newer, found {oldest}", fence, oldest)
+    if newest.incarnation > run.incarnation or (
+        newest.incarnation == run.incarnation and newest.step > run.leased_step
+    ):
+        raise _bad_version(row, f"names {newest}, which no trainer can have published yet", fence, newest)
+    return oldest
+
+
+def _bad_version(row: sqlite3.Row, what: str, fence: Version, found: Version) -> InvalidArgument:
+    return InvalidArgument(
+        f"group {row['group_id']} {what}", field="version_spans", fence=str(fence), actual=str(found)
+    )
+
+
+# ------------------------------------------------------------------ ends of leases
+
+
+def fail_prompt(ledger: Ledger, lease_id: str, failure: Failure, detail: str) -> bool:
+    """Give a lease back; True if that was the last attempt. A worker that stops costs the prompt no attempt.
+
+    Asked again, it answers the same.
+
+    Raises:
+        NotFound: the lease never existed.
+        FailedPrecondition: its group was inserted.
+    """
+    row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
+    if row is None:
+        return _ended_before(ledger, lease_id)
+    given_up = end_attempt(ledger, row, failure.name, counts=failure is not Failure.SHUTDOWN)
+    _log.info("lease given back", lease_id=lease_id, failure=failure.name, given_up=given_up, detail=detail[:200])
+    return given_up
+
+
+def _ended_before(ledger: Ledger, lease_id: str) -> bool:
+    group_id, _, rest = lease_id.rpartition("#")
+    attempt = rest.partition(".")[0]
+    row = ledger.db.one("SELECT * FROM groups WHERE group_id = ?", group_id)
+    if row is None or not attempt.isdigit() or int(attempt) > row["attempt"]:
+        raise NotFound(f"lease {lease_id} never existed", kind="lease", name=lease_id)
+    if int(attempt) < row["attempt"]:
+        return False
+    if row["state"] == State.GIVEN_UP:
+        return True
+    if row["state"] in (State.OPEN, State.WITHDRAWN):
+        raise _lost(row, int(attempt))
+    raise FailedPrecondition(
+        f"the group of lease {lease_id} was inserted", state=State(row["state"]).name, wanted=State.OPEN.name
+    )
+
+
+def end_attempt(ledger: Ledger, row: Any, reason: str, *, counts: bool = True) -> bool:
+    """End an open lease without a group; True if the prompt is given up."""
+    table = ledger.table_by_id(row["table_id"])
+    last = counts and row["failures"] + 1 >= table.settings.max_attempts
+    if counts:
+        ledger.db.run("UPDATE groups SET failures = failures + 1 WHERE id = ?", row["id"])
+    if last:
+        ledger.give_up(row, reason)
+        if row["eval_step"] is not None:
+            finish_round_if_done(ledger, table, row["eval_step"])
+    else:
+        ledger.requeue(row)
+    return last
+
+
+def expire_due(ledger: Ledger) -> int:
+    """End every lease whose time is over; how many there were."""
+    now = ledger.clock.now()
+    if now < ledger.next_end:
+        return 0
+    due = [lease_id for lease_id, ends in ledger.ends_at.items() if ends <= now]
+    for lease_id in due:
+        row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
+        if row is None:
+            ledger.ends_at.pop(lease_id, None)
+            continue
+        given_up = end_attempt(ledger, row, GIVE_UP_EXPIRED)
+        _log.warning("lease expired", lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)
+    ledger.next_end = min(ledger.ends_at.values(), default=math.inf)
+    return len(due)
+
+
+def keep_alive(ledger: Ledger, lease_ids: Sequence[str]) -> tuple[list[str], float]:
+    """Extend leases: those that are gone, and the new time to live of the others in seconds."""
+    lost: list[str] = []
+    ttls: list[float] = []
+    now = ledger.clock.now()
+    for lease_id in lease_ids:
+        row = ledger.db.one("SELECT table_id FROM groups WHERE lease_id = ?", lease_id)
+        if row is None:
+            lost.append(lease_id)
+            continue
+        ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
+        ledger.lease_ends(lease_id, now + ttl)
+        ttls.append(ttl)
+    return lost, min(ttls, default=0.0)
+
+
+def release(ledger: Ledger, lease_ids: Sequence[str]) -> None:
+    """Take back leases that were granted to a caller who did not wait for the answer; costs no attempt."""
+    for lease_id in lease_ids:
+        row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
+        if row is not None:
+            ledger.requeue(row)
+
+
+def _lost(row: sqlite3.Row, attempt: int) -> LeaseLost:
+    return LeaseLost(
+        f"the lease of group {row['group_id']}, attempt {attempt}, is over; "
+        f"the prompt is {State(row['state']).name.lower()} at attempt {row['attempt']}",
+        group_id=row["group_id"],
+        attempt=attempt,
+        current=row["attempt"],
+    )

@@ -1,0 +1,337 @@
+"""The ledger: the run, its tables, and the few row changes that everything else is made of.
+
+Everything here runs in the writer's thread, inside a transaction. What is kept in memory is either constant (settings,
+sources) or advice (when a lease ends); `recover` rebuilds it from the rows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime_buffer.schema import Database
+from vime_buffer.segments import RECORD_OVERHEAD, Segments, storage_failed
+from vime_buffer.selectors import Selector, make_selector
+from vime_buffer.settings import TableSettings
+from vime_buffer.sources import JsonlSource
+from vime_buffer.values import State, Version
+from vime_service.clock import Clock
+from vime_service.errors import FailedPrecondition, FleetOwned, NotFound, StaleIncarnation
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+
+NO_PAYLOAD = (
+    "segment = NULL, offset = NULL, bytes = 0, digest = NULL, sample_tokens = NULL, oldest_incarnation = NULL, "
+    "oldest_step = NULL, newest_step = NULL, rewards = NULL, truncated = 0, response_tokens = 0, corrupted = 0"
+)
+NO_LEASE = "lease_id = NULL, worker_id = NULL, fence_incarnation = NULL, fence_step = NULL"
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The row of `run`."""
+
+    run_id: str
+    seed: int
+    incarnation: int
+    resume_step: int
+    recipe_digest: str
+    policy: Version | None
+    """None until the incarnation's first version is announced."""
+    leased_step: int
+    completed_step: int
+    oldest_kept_step: int
+
+
+@dataclass(slots=True)
+class Table:
+    """A table as the writer knows it. Counts and cursors are never kept here."""
+
+    id: int
+    settings: TableSettings
+    source: JsonlSource
+    selector: Selector
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.settings.name
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerOptions:
+    """Where the ledger lies and how large it may grow; see `BufferSettings`."""
+
+    folder: Path
+    run_id: str
+    seed: int
+    segment_bytes: int = 64 << 20
+    max_bytes: int = 64 << 30
+
+
+class Ledger:
+    """An open ledger. Make it before the writer, close it after."""
+
+    def __init__(self, options: LedgerOptions, clock: Clock, wall: Callable[[], float] = time.time) -> None:
+        """Open the folder, or begin a new ledger in it.
+
+        Raises:
+            FailedPrecondition: another process has it open.
+            FleetOwned: it belongs to another run.
+            StorageFailed: it cannot be written.
+            DataLoss: its database is damaged.
+        """
+        self.options = options
+        self.clock = clock
+        self.wall = wall
+        self.tables: dict[str, Table] = {}
+        self.ends_at: dict[str, float] = {}
+        """When each open lease ends, on `clock`."""
+        self.next_end = 0.0
+        """No lease ends before; spares a look at all of them."""
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock_folder(options.folder)
+        except OSError as error:
+            raise storage_failed(options.folder, error, "use") from None
+        self.db = Database(options.folder / "ledger.sqlite")
+        self._begin_run()
+        ends = self.db.all(
+            "SELECT segment, max(offset + bytes) AS at FROM groups WHERE segment IS NOT NULL GROUP BY segment"
+        )
+        live_ends = {row["segment"]: row["at"] + RECORD_OVERHEAD for row in ends}
+        self.segments = Segments(options.folder / "segments", options.segment_bytes, live_ends)
+        if self.segments.torn_bytes:
+            _log.warning("cut the torn tail of the newest segment", bytes=self.segments.torn_bytes)
+        self._load_tables()
+        self.recover()
+
+    def close(self) -> None:
+        """Close files. The writer must have ended."""
+        self.segments.close()
+        self.db.close()
+        for table in self.tables.values():
+            table.source.close()
+        os.close(self._lock)
+
+    # -------------------------------------------------------------- what the writer calls
+
+    def before_batch(self) -> None:
+        """End the leases whose time is over."""
+        from vime_buffer.leases import expire_due  # it builds on this module
+
+        expire_due(self)
+
+    def recover(self) -> None:
+        """Forget what an undone transaction left in memory; open leases that are not known get a fresh time."""
+        settings = {row["name"]: row["settings"] for row in self.db.all("SELECT name, settings FROM tables")}
+        for name in [name for name in self.tables if name not in settings]:
+            self.tables.pop(name).source.close()
+        for name, table in self.tables.items():
+            table.settings = TableSettings.model_validate_json(settings[name])
+        ttl = {table.id: table.settings.lease_ttl for table in self.tables.values()}
+        now = self.clock.now()
+        open_rows = self.db.all("SELECT lease_id, table_id FROM groups WHERE state = ?", State.OPEN)
+        self.ends_at = {
+            row["lease_id"]: self.ends_at.get(row["lease_id"], now + ttl[row["table_id"]]) for row in open_rows
+        }
+        self.next_end = min(self.ends_at.values(), default=math.inf)
+
+    def lease_ends(self, lease_id: str, at: float) -> None:
+        """Note when an open lease ends."""
+        self.ends_at[lease_id] = at
+        self.next_end = min(self.next_end, at)
+
+    def after_commit(self) -> None:
+        """Delete segments that died. Only after a commit that said so: rows must never point at missing files."""
+        if self.segments_may_have_died:
+            self.segments_may_have_died = False
+            live = self.db.all("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL")
+            self.segments.delete_dead({row["segment"] for row in live})
+
+    segments_may_have_died = False
+
+    # -------------------------------------------------------------- the run
+
+    def run(self) -> RunState:
+        """The run as it is now."""
+        row = self.db.one("SELECT * FROM run")
+        assert row is not None, "_begin_run made it"
+        policy = None
+        if row["policy_step"] is not None:
+            policy = Version(row["run_id"], row["policy_incarnation"], row["policy_step"])
+        return RunState(
+            row["run_id"],
+            row["seed"],
+            row["incarnation"],
+            row["resume_step"],
+            row["recipe_digest"],
+            policy,
+            row["leased_step"],
+            row["completed_step"],
+            row["oldest_kept_step"],
+        )
+
+    def check_incarnation(self, incarnation: int) -> RunState:
+        """The run, for a caller of the current incarnation.
+
+        Raises:
+            StaleIncarnation: the caller's is lower.
+            FailedPrecondition: the caller's was never granted.
+        """
+        run = self.run()
+        if incarnation < run.incarnation:
+            raise StaleIncarnation(
+                f"incarnation {incarnation} is over; the current one is {run.incarnation}",
+                incarnation=incarnation,
+                current=run.incarnation,
+            )
+        if incarnation > run.incarnation:
+            raise FailedPrecondition(
+                f"incarnation {incarnation} was never granted; the current one is {run.incarnation}",
+                state=f"incarnation {run.incarnation}",
+                wanted=f"incarnation {incarnation}",
+            )
+        return run
+
+    def check_run_id(self, run_id: str) -> None:
+        """Raises FleetOwned unless `run_id` is this ledger's run."""
+        if run_id != self.options.run_id:
+            raise FleetOwned(
+                f'this buffer belongs to run "{self.options.run_id}", not to "{run_id}"',
+                run_id=run_id,
+                owner=self.options.run_id,
+            )
+
+    def skipped_steps(self) -> list[int]:
+        """Steps that changed no weights."""
+        return [row["step"] for row in self.db.all("SELECT step FROM batches WHERE outcome = 2")]
+
+    def unpublished_steps(self, run: RunState) -> int:
+        """Steps trained since the policy version."""
+        if run.policy is None:
+            return 0
+        sql = "SELECT count(*) FROM batches WHERE state = 'completed' AND outcome = 1 AND step > ? AND step <= ?"
+        return int(self.db.value(sql, run.policy.step, run.completed_step))
+
+    # -------------------------------------------------------------- tables
+
+    def table(self, name: str) -> Table:
+        """The table called `name`.
+
+        Raises:
+            NotFound: there is none.
+        """
+        found = self.tables.get(name)
+        if found is None:
+            known = ", ".join(sorted(self.tables)) or "none"
+            raise NotFound(f'there is no table "{name}"; known: {known}', kind="table", name=name)
+        return found
+
+    def table_by_id(self, table_id: int) -> Table:
+        """The table with this row id."""
+        return next(table for table in self.tables.values() if table.id == table_id)
+
+    # -------------------------------------------------------------- rows
+
+    def bump(self, table_id: int, kind: str, reason: str = "", n: int = 1) -> None:
+        """Count events."""
+        if n:
+            self.db.run(
+                "INSERT INTO events (table_id, kind, reason, n) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET n = n + excluded.n",
+                table_id, kind, reason, n,
+            )  # fmt: skip
+
+    def requeue(self, row: Any) -> None:
+        """An open attempt ends without a group; its prompt waits for the next, in its old place."""
+        self.db.run(
+            f"UPDATE groups SET state = ?, attempt = attempt + 1, {NO_LEASE} WHERE id = ?", State.QUEUED, row["id"]
+        )
+        self.bump(row["table_id"], "requeued")
+        self.ends_at.pop(row["lease_id"], None)
+
+    def give_up(self, row: Any, reason: str) -> None:
+        """An open attempt ends and was the last."""
+        self.db.run(
+            f"UPDATE groups SET state = ?, reason = ?, train_step = NULL, place = NULL, {NO_LEASE} WHERE id = ?",
+            State.GIVEN_UP,
+            reason,
+            row["id"],
+        )
+        self.bump(row["table_id"], "given_up", reason)
+        self.ends_at.pop(row["lease_id"], None)
+
+    def evict(self, row: Any, reason: str, *, to: State = State.QUEUED, keep_place: bool = False) -> None:
+        """A group that was inserted goes, counted; its prompt waits to be generated again (or is withdrawn)."""
+        self.db.run(
+            "INSERT INTO evictions (table_id, group_id, attempt, reason) VALUES (?, ?, ?, ?)",
+            row["table_id"], row["group_id"], row["attempt"], reason,
+        )  # fmt: skip
+        place = "" if keep_place else "train_step = NULL, place = NULL, "
+        stale = "evictions = evictions + 1, " if reason == "STALE" else ""
+        self.db.run(
+            f"UPDATE groups SET state = ?, attempt = attempt + 1, failures = 0, {place}{stale}{NO_PAYLOAD} "
+            "WHERE id = ?",
+            to,
+            row["id"],
+        )
+        self.segments_may_have_died = True
+
+    # -------------------------------------------------------------- opening
+
+    def _begin_run(self) -> None:
+        found = self.db.one("SELECT run_id, seed FROM run")
+        if found is None:
+            self.db.run("INSERT INTO run (id, run_id, seed) VALUES (1, ?, ?)", self.options.run_id, self.options.seed)
+            return
+        self.check_owner(found["run_id"])
+        if found["seed"] != self.options.seed:
+            raise FailedPrecondition(
+                f"the ledger in {self.options.folder} was begun with seed {found['seed']}, not {self.options.seed}",
+                state=f"seed {found['seed']}",
+                wanted=f"seed {self.options.seed}",
+            )
+
+    def check_owner(self, owner: str) -> None:
+        """Raises FleetOwned if the folder is another run's."""
+        if owner != self.options.run_id:
+            raise FleetOwned(
+                f'the ledger in {self.options.folder} belongs to run "{owner}", not to "{self.options.run_id}"',
+                run_id=self.options.run_id,
+                owner=owner,
+            )
+
+    def _load_tables(self) -> None:
+        from vime_buffer.catalog import open_source  # it builds on this module
+
+        for row in self.db.all("SELECT id, settings, source_digest FROM tables ORDER BY id"):
+            settings = TableSettings.model_validate_json(row["settings"])
+            source = open_source(settings, self.options.seed, row["source_digest"])
+            self.add_table(row["id"], settings, source)
+
+    def add_table(self, table_id: int, settings: TableSettings, source: JsonlSource) -> Table:
+        """Know a table that is in the rows."""
+        selector = make_selector(settings.selector, settings.max_staleness, settings.max_evictions)
+        self.tables[settings.name] = table = Table(table_id, settings, source, selector)
+        return table
+
+
+def _lock_folder(folder: Path) -> int:
+    """One process at a time; the lock goes with the process, however it ends."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise FailedPrecondition(
+            f"the ledger in {folder} is open in another process", state="in use", wanted="free"
+        ) from None
+    return fd

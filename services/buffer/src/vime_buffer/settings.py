@@ -1,0 +1,243 @@
+"""Settings of tables, from TOML or from CreateTable, and the refusal of those that must deadlock."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from vime_service.config import ConfigModel
+from vime_service.errors import ImpossibleConfig, InexactSampling, InvalidArgument
+
+Kind = Literal["train", "eval", "sft", "unscored"]
+_NAME = re.compile(r"train|sft|unscored|eval/[A-Za-z0-9][A-Za-z0-9_.-]*")
+_GIB = 1 << 30
+
+MUTABLE = ("sampling", "max_attempts", "lease_ttl", "eval_interval", "retained_bytes")
+"""Settings that may change while a table runs."""
+
+
+class SourceSettings(ConfigModel):
+    """Where prompts come from: a JSONL file."""
+
+    name: str = Field(default="", pattern=r"^[^:\s]*$")
+    """Name of the source, part of prompt ids. Unset: the file's name without its ending."""
+    path: Path
+    """JSONL file; a relative path is relative to the configuration file."""
+    prompt_key: str = Field(default="prompt", min_length=1)
+    """Key of the record that holds the prompt: text, a list of messages, or a list of token ids."""
+    shuffle: bool = False
+    """Shuffle every epoch, with the run seed plus the epoch."""
+    epochs: int = Field(default=0, ge=0, lt=2**32)
+    """Passes over the source; 0 means no end. Eval tables take one pass in every round."""
+    required_keys: tuple[str, ...] = ()
+    """Keys that every record must have."""
+    lenient: bool = False
+    """Skip and count bad lines instead of refusing the file."""
+    limit: int = Field(default=0, ge=0)
+    """Use at most this many records, from the start; 0 means all."""
+
+
+class SamplingSettings(ConfigModel):
+    """How responses are sampled; the contract's SamplingParams."""
+
+    max_tokens: int = Field(ge=1, lt=2**32)
+    """Largest number of response tokens."""
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Softmax temperature; 0 is greedy. Unset means 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus mass kept. Unset means 1."""
+    top_k: int | None = Field(default=None, ge=0, lt=2**32)
+    """Candidates kept. Unset or 0 means all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on after EOS until max_tokens."""
+    extra_json: str = ""
+    """Engine options of other names, as one JSON object."""
+
+    @field_validator("extra_json")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        if value:
+            try:
+                parsed = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"extra_json is not JSON: {error}") from None
+            if not isinstance(parsed, dict):
+                raise ValueError(f"extra_json must be a JSON object, not {type(parsed).__name__}")
+        return value
+
+
+class TableSettings(ConfigModel):
+    """One table. Tables of all kinds are the same thing with other limits."""
+
+    name: str = ""
+    """`train`, `eval/<name>`, `sft` or `unscored`; in TOML it is the section's key and is not written again."""
+    source: SourceSettings
+    """Prompts."""
+    sampling: SamplingSettings
+    """How to sample."""
+    samples_per_prompt: int = Field(default=1, ge=1, le=65536)
+    """Samples of one group."""
+    groups_per_step: int = Field(default=0, ge=0, lt=2**32)
+    """Groups of one batch; must be set for every table but eval tables."""
+    max_staleness: int = Field(default=0, ge=0, lt=2**32)
+    """k: 0 is synchronous on-policy, 1 one step off, more bounded asynchrony."""
+    publish_interval: int = Field(default=1, ge=1, lt=2**32)
+    """Steps between publishes; publish_interval - 1 must not exceed max_staleness."""
+    max_attempts: int = Field(default=3, ge=1, le=1000)
+    """Attempts of a prompt before it is given up."""
+    lease_ttl: float = Field(default=60.0, gt=0, le=86400)
+    """Seconds that a prompt lease lives without a keep-alive."""
+    generation_deadline: float = Field(default=50.0, gt=0, le=86400)
+    """Seconds that one generation may take at most; must be below lease_ttl."""
+    selector: Literal["admission_order", "ready_first"] = "admission_order"
+    """Order in which stored groups are leased to training."""
+    max_evictions: int = Field(default=2, ge=1, le=1000)
+    """ready_first: evictions of one prompt before training waits for it."""
+    retained_bytes: int = Field(default=_GIB, ge=1)
+    """Bytes of consumed groups kept for a rewind; a checkpoint frees them."""
+    capacity: int = Field(default=0, ge=0, lt=2**32)
+    """Largest number of groups stored and open together; 0 means what the admission rule gives."""
+    eval_interval: int = Field(default=0, ge=0, lt=2**32)
+    """Eval tables: steps between rounds; rounds before step 1 and after the last are always held."""
+    eval_hold: bool = True
+    """Eval tables: the next LeaseBatch waits until the round is done."""
+    reward: str = ""
+    """Name of the reward in the recipe; unset means its default."""
+    require_routes: bool = False
+    """Groups must have routing traces."""
+    max_drops_in_a_row: int = Field(default=0, ge=0, lt=2**32)
+    """Groups that filters may drop in a row before LeaseBatch fails; 0 means 20 x groups_per_step."""
+
+    @field_validator("name")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        if value and not _NAME.fullmatch(value):
+            raise ValueError(f'table "{value}": the name must be train, sft, unscored or eval/<name>')
+        return value
+
+    @property
+    def kind(self) -> Kind:
+        """The part of the name before the slash."""
+        kind: Any = self.name.partition("/")[0]
+        return kind  # type: ignore[no-any-return]
+
+    @property
+    def is_eval(self) -> bool:
+        """True for `eval/<name>`."""
+        return self.kind == "eval"
+
+    def filled(self) -> TableSettings:
+        """The same table with every default that depends on other settings written out."""
+        source = self.source
+        if not source.name:
+            source = source.model_copy(update={"name": re.sub(r"[:\s]", "_", source.path.stem)})
+        changes: dict[str, object] = {"source": source}
+        if not self.is_eval:
+            changes["capacity"] = self.capacity or (self.max_staleness + 1) * self.groups_per_step
+            changes["max_drops_in_a_row"] = self.max_drops_in_a_row or 20 * self.groups_per_step
+        return self.model_copy(update=changes)
+
+
+def check_table(table: TableSettings) -> None:
+    """Refuse what cannot work, with both numbers.
+
+    Raises:
+        InvalidArgument: a setting is missing, or has no effect on a table of this kind.
+        ImpossibleConfig: the table must deadlock.
+        InexactSampling: the trainer could not reproduce the logprobs.
+    """
+    if table.is_eval:
+        _check_eval(table)
+    else:
+        _check_train(table)
+    if table.lease_ttl <= table.generation_deadline:
+        raise ImpossibleConfig(
+            f'table "{table.name}": lease_ttl {table.lease_ttl:g} s must be above generation_deadline '
+            f"{table.generation_deadline:g} s, or leases end while their samples are still generated",
+            lease_ttl=table.lease_ttl,
+            generation_deadline=table.generation_deadline,
+        )
+
+
+def _check_train(table: TableSettings) -> None:
+    if table.groups_per_step < 1:
+        raise InvalidArgument(f'table "{table.name}": groups_per_step must be set', field="groups_per_step", value=0)
+    if table.eval_interval:
+        raise InvalidArgument(
+            f'table "{table.name}": eval_interval {table.eval_interval} has no effect: it is for eval tables',
+            field="eval_interval",
+            value=table.eval_interval,
+        )
+    capacity = table.capacity or (table.max_staleness + 1) * table.groups_per_step
+    if table.groups_per_step > capacity:
+        raise ImpossibleConfig(
+            f'table "{table.name}": groups_per_step {table.groups_per_step} is above capacity {capacity}: '
+            "a batch could never fill",
+            groups_per_step=table.groups_per_step,
+            capacity=capacity,
+        )
+    if table.publish_interval - 1 > table.max_staleness:
+        raise ImpossibleConfig(
+            f'table "{table.name}": publish_interval {table.publish_interval} - 1 is above max_staleness '
+            f"{table.max_staleness}: the admission rule would wait for a publish that waits for the next batch",
+            publish_interval=table.publish_interval,
+            max_staleness=table.max_staleness,
+        )
+    if table.kind == "train":
+        _check_exact(table)
+
+
+def _check_eval(table: TableSettings) -> None:
+    for field in ("groups_per_step", "max_staleness", "capacity", "max_drops_in_a_row"):
+        value = getattr(table, field)
+        if value:
+            raise InvalidArgument(
+                f'table "{table.name}": {field} {value} has no effect: eval tables have no admission rule',
+                field=field,
+                value=value,
+            )
+    if table.source.epochs > 1:
+        raise InvalidArgument(
+            f'table "{table.name}": source.epochs {table.source.epochs} has no effect: '
+            "an eval round takes its source once",
+            field="source.epochs",
+            value=table.source.epochs,
+        )
+
+
+def _check_exact(table: TableSettings) -> None:
+    """The trainer divides by the temperature and knows no nucleus."""
+    sampling = table.sampling
+    wrong = {
+        "temperature": sampling.temperature == 0 and sampling.temperature,
+        "top_p": sampling.top_p is not None and sampling.top_p < 1 and sampling.top_p,
+        "top_k": bool(sampling.top_k) and sampling.top_k,
+    }
+    for field, value in wrong.items():
+        if value is not False:
+            raise InexactSampling(
+                f'table "{table.name}": sampling.{field} {value:g} gives logprobs that the trainer cannot reproduce; '
+                "leave it unset for training tables",
+                field=f"sampling.{field}",
+                value=value,
+            )
+
+
+def changed_fields(old: TableSettings, new: TableSettings) -> list[str]:
+    """Names of the settings that differ. The file's place may change; its content is checked by digest."""
+
+    def essence(table: TableSettings) -> dict[str, Any]:
+        data = table.model_dump(mode="json")
+        data["source"].pop("path")
+        return data
+
+    before, after = essence(old), essence(new)
+    return [field for field in before if before[field] != after[field]]

@@ -1,0 +1,200 @@
+"""Checks of a finished group before it enters the ledger: what is wrong is refused here, never padded, cut or guessed.
+
+Every refusal names the field of the contract, the sample, and both numbers that disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from vime_buffer.content import GroupContent, GroupRules, SampleContent, Span
+from vime_buffer.routes import check_routes
+from vime_buffer.values import GroupFacts, Version
+from vime_service.errors import BadRoutingTrace, InvalidArgument, LengthMismatch
+
+
+def check_group(group: GroupContent, rules: GroupRules) -> GroupFacts:
+    """The facts that the ledger keeps of a group that passes every check.
+
+    Raises:
+        LengthMismatch: arrays that belong together differ in length, or the number of samples is wrong.
+        BadRoutingTrace: routing rows are missing, extra, duplicate or out of range.
+        InvalidArgument: any other field is wrong.
+    """
+    _check_count(group, rules)
+    shapes: set[tuple[object, ...]] = set()
+    for position, sample in enumerate(group.samples):
+        where = f"samples[{position}]"
+        _check_identity(group, sample, position, where)
+        _check_status(sample, where)
+        _check_lengths(sample, rules, where)
+        _check_logprobs(sample.logprobs, where)
+        _check_spans(sample, rules, where)
+        _check_reward(sample, where)
+        shape = _check_routing(sample, rules, where)
+        if shape is not None:
+            shapes.add(shape)
+    if len(shapes) > 1:
+        raise BadRoutingTrace(
+            f"group {group.group_id}: its samples disagree about layers, experts or top-k: {sorted(map(str, shapes))}",
+            expected=1,
+            actual=len(shapes),
+        )
+    return _facts(group)
+
+
+def _check_count(group: GroupContent, rules: GroupRules) -> None:
+    """Samples that forked from one trajectory count once."""
+    forks = {sample.trajectory_id for sample in group.samples if sample.trajectory_id}
+    alone = sum(1 for sample in group.samples if not sample.trajectory_id)
+    if alone + len(forks) != rules.num_samples:
+        raise LengthMismatch(
+            f"group {group.group_id} has {alone + len(forks)} samples, its lease asked for {rules.num_samples}",
+            field="samples",
+            expected=rules.num_samples,
+            actual=alone + len(forks),
+        )
+
+
+def _check_identity(group: GroupContent, sample: SampleContent, position: int, where: str) -> None:
+    if sample.group_id != group.group_id:
+        raise InvalidArgument(
+            f'{where}.group_id is "{sample.group_id}" in group "{group.group_id}"',
+            field=f"{where}.group_id",
+            expected=group.group_id,
+            actual=sample.group_id,
+        )
+    if sample.sample_index != position:
+        raise InvalidArgument(
+            f"{where}.sample_index is {sample.sample_index}: samples stand in the order of their index, without gaps",
+            field=f"{where}.sample_index",
+            expected=position,
+            actual=sample.sample_index,
+        )
+
+
+def _check_status(sample: SampleContent, where: str) -> None:
+    for field, value in (("status", sample.status), ("finish_reason", sample.finish_reason)):
+        if not value and not (field == "finish_reason" and sample.status == "FAILED"):
+            raise InvalidArgument(f"{where}.{field} is unspecified", field=f"{where}.{field}")
+    if sample.prompt_tokens == 0 and sample.status != "FAILED":
+        raise InvalidArgument(f"{where}.prompt_token_ids is empty", field=f"{where}.prompt_token_ids")
+
+
+def _check_lengths(sample: SampleContent, rules: GroupRules, where: str) -> None:
+    tokens, logprobs, mask = sample.response_tokens, len(sample.logprobs), sample.loss_mask_length
+    if logprobs != tokens and (rules.needs_logprobs or logprobs):
+        raise LengthMismatch(
+            f"{where} has {tokens} response_token_ids and {logprobs} rollout_logprobs",
+            field=f"{where}.rollout_logprobs",
+            expected=tokens,
+            actual=logprobs,
+        )
+    if mask not in (0, tokens):
+        raise LengthMismatch(
+            f"{where} has {tokens} response_token_ids and {mask} loss_mask entries",
+            field=f"{where}.loss_mask",
+            expected=tokens,
+            actual=mask,
+        )
+
+
+def _check_logprobs(logprobs: Sequence[float], where: str) -> None:
+    """A logprob is a finite number of at most 0."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values <= 0)))
+    if not wrong.size:
+        return
+    index, value = int(wrong[0]), float(values[wrong[0]])
+    raise InvalidArgument(
+        f"{where}.rollout_logprobs[{index}] is {value}: a logprob is a finite number of at most 0",
+        field=f"{where}.rollout_logprobs",
+        index=index,
+        value=value,
+    )
+
+
+def _check_spans(sample: SampleContent, rules: GroupRules, where: str) -> None:
+    spans: Sequence[Span] = sample.spans
+    field = f"{where}.version_spans"
+    if not sample.response_tokens:
+        if spans:
+            raise InvalidArgument(f"{field} has {len(spans)} spans over an empty response", field=field)
+        return
+    if not spans:
+        if rules.needs_logprobs:
+            raise InvalidArgument(f"{field} is empty: {sample.response_tokens} tokens have no version", field=field)
+        return
+    starts = [span.first_token for span in spans]
+    if starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+        raise InvalidArgument(f"{field} must begin at token 0 and rise, found {starts[:8]}", field=field)
+    if starts[-1] >= sample.response_tokens:
+        raise InvalidArgument(
+            f"{field} begins a span at token {starts[-1]} of {sample.response_tokens}",
+            field=field,
+            expected=sample.response_tokens,
+            actual=starts[-1],
+        )
+    for span in spans:
+        if span.version.run_id != rules.run_id:
+            raise InvalidArgument(
+                f'{field} names a version of run "{span.version.run_id}", this is run "{rules.run_id}"',
+                field=field,
+                expected=rules.run_id,
+                actual=span.version.run_id,
+            )
+
+
+def _check_reward(sample: SampleContent, where: str) -> None:
+    if sample.reward is None:
+        if not sample.unscored_reason:
+            raise InvalidArgument(
+                f"{where} has neither a reward nor an unscored_reason", field=f"{where}.unscored_reason"
+            )
+        return
+    if not math.isfinite(sample.reward):
+        raise InvalidArgument(
+            f"{where}.reward is {sample.reward}: such a sample is unscored, with the reason NOT_FINITE",
+            field=f"{where}.reward",
+            value=sample.reward,
+        )
+    if sample.unscored_reason:
+        raise InvalidArgument(
+            f"{where} has the reward {sample.reward} and the unscored_reason {sample.unscored_reason}",
+            field=f"{where}.unscored_reason",
+            value=sample.unscored_reason,
+        )
+
+
+def _check_routing(sample: SampleContent, rules: GroupRules, where: str) -> tuple[object, ...] | None:
+    if sample.routes is not None:
+        return check_routes(sample.routes, sample.consumed_tokens, rules.run_id, f"{where}.routed_experts")
+    if rules.require_routes and sample.response_tokens and sample.trainable:
+        raise BadRoutingTrace(
+            f"{where}.routed_experts is missing: expected {sample.consumed_tokens} rows, found 0",
+            field=f"{where}.routed_experts",
+            expected=sample.consumed_tokens,
+            actual=0,
+        )
+    return None
+
+
+def _facts(group: GroupContent) -> GroupFacts:
+    versions: list[Version] = [span.version for sample in group.samples for span in sample.spans]
+    by_age = sorted(versions, key=lambda version: (version.step, version.incarnation))
+    return GroupFacts(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        table=group.table,
+        prompt_id=group.prompt_id,
+        sample_tokens=tuple(sample.prompt_tokens + sample.response_tokens for sample in group.samples),
+        response_tokens=sum(sample.response_tokens for sample in group.samples),
+        truncated=sum(1 for sample in group.samples if sample.status == "TRUNCATED"),
+        rewards=tuple(sample.reward for sample in group.samples if sample.reward is not None),
+        oldest=by_age[0] if by_age else None,
+        newest=by_age[-1] if by_age else None,
+    )
