@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,7 @@ class Stack:
     def __post_init__(self) -> None:
         self.traffic = Traffic(self.weights)
         self.generation = Generation(self.engine, self.traffic)
-        self.updater = Updater(
-            self.engine, self.weights, self.traffic, self.generation, self.config, join=self._join
-        )
+        self.updater = Updater(self.engine, self.weights, self.traffic, self.generation, self.config, join=self._join)
 
     def _join(self, rendezvous: Rendezvous, deadline: Deadline) -> Transport:
         return InlineTransport(self.hub, str(rendezvous.rank))
@@ -85,7 +83,12 @@ class Stack:
         return await self.updater.commit(manifest.version, canary, 1e-4, mode)
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], seeds: Sequence[int] = (1,), fence: Fence = ANY_WEIGHTS, **options: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        seeds: Sequence[int] = (1,),
+        fence: Fence = ANY_WEIGHTS,
+        **options: Any,
     ) -> list[GeneratedSample]:
         """Generate with defaults for what a test does not care about."""
         return await self.generation.generate(request_of(request_id, prompt, seeds, fence, **options), 20)
@@ -231,7 +234,4 @@ def session_update_config(tmp_path_factory: pytest.TempPathFactory) -> UpdateCon
     return UpdateConfig(staging_dir=tmp_path_factory.mktemp("staging"))
 
 
-@pytest.fixture(autouse=True)
-def _single_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
-    yield
+torch.set_num_threads(1)

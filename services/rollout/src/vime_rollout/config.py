@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vime_client.channel_settings import TlsClientConfig
 from vime_client.config_loading import ConfigModel
 from vime_service.server_config import ServiceConfig
 
@@ -46,9 +47,9 @@ class VllmConfig(ConfigModel):
     """Allow YieldDevice and ReturnDevice (CUDA)."""
     seed: int = 0
     """Seed of everything that has none of its own."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default={})
     """Further fields of vLLM's AsyncEngineArgs, by name; they win over those above."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default={})
     """Environment variables for the engine; they win over those of the process."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long loading the model may take."""
@@ -101,6 +102,10 @@ class RouterLink(ConfigModel):
     """Time between heartbeats until the router names another."""
     timeout_seconds: float = Field(default=2.0, gt=0)
     """Deadline of one heartbeat."""
+    token_file: Path | None = None
+    """File with the token that the router grants this engine."""
+    tls: TlsClientConfig | None = None
+    """How to check the router's certificate. Unset: plaintext."""
 
 
 class RolloutConfig(ServiceConfig):

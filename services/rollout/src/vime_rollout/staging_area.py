@@ -17,7 +17,7 @@ class StagingArea:
     def __init__(self, root: Path) -> None:
         """Make the directory, and remove those of processes that are gone."""
         remove_stale(root)
-        self.path = root / f"{_PREFIX}{os.getpid()}"
+        self.path = staging_path(root, os.getpid())
         self.path.mkdir(mode=0o700, parents=True)
         self._made = 0
 
@@ -29,6 +29,11 @@ class StagingArea:
     def close(self) -> None:
         """Remove the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def staging_path(root: Path, pid: int) -> Path:
+    """The directory of the process `pid`."""
+    return root / f"{_PREFIX}{pid}"
 
 
 def remove_stale(root: Path) -> list[Path]:

@@ -177,6 +177,12 @@ class Updater:
             await self.await_staged(manifest.version, seconds)
             await self.commit(manifest.version, canary, tolerance, PauseMode.KEEP)
 
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """No preparing and no loading while the block runs."""
+        async with self._lock:
+            yield
+
     async def close(self) -> None:
         """End what runs and give the memory back. A load that has begun is not waited for."""
         if self._commit is not None:

@@ -1,0 +1,135 @@
+"""Pauses with an owner and an end, and giving device memory away and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from vime_client.logs import get_logger
+from vime_rollout.engine import Engine, EngineError, PauseMode
+from vime_rollout.traffic import Traffic
+from vime_rollout.updates import Updater
+from vime_rollout.weights import WeightState
+from vime_service.bulk.manifest import VersionKey
+from vime_service.errors import EngineFailed
+
+_log = get_logger(__name__)
+_HOLDER = "a pause"
+
+
+@dataclass(slots=True)
+class _Held:
+    """Why generation stands still, and what lifts it when its owner has vanished."""
+
+    mode: PauseMode
+    asleep: bool = False
+    expiry: asyncio.Task[None] | None = None
+
+
+class Control:
+    """Pause, resume, sleep and wake, one at a time and never during a load."""
+
+    def __init__(self, engine: Engine, weights: WeightState, traffic: Traffic, updater: Updater) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._traffic = traffic
+        self._updater = updater
+        self._held: _Held | None = None
+        self.note = ""
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation stands still for somebody."""
+        return self._held is not None
+
+    async def pause(self, caller: VersionKey, mode: PauseMode, expires_after_s: float) -> int:
+        """Stand still until `resume`, at most `expires_after_s`; how many samples were ended. Again: renews the time.
+
+        Raises:
+            FleetOwned, StaleIncarnation: see `WeightState.check_caller`.
+            EngineFailed: the engine failed.
+        """
+        self._weights.check_caller(caller)
+        async with self._updater.exclusive():
+            ended = await self._stand_still(mode)
+            assert self._held is not None
+            if not self._held.asleep:
+                self._held.expiry = asyncio.create_task(self._expire(expires_after_s, caller), name="pause-expiry")
+            return ended
+
+    async def resume(self, caller: VersionKey) -> None:
+        """Go on. No error if nothing stands still; memory that was given away is taken back first."""
+        self._weights.check_caller(caller)
+        async with self._updater.exclusive():
+            await self._go_on()
+
+    async def give_device(self, caller: VersionKey) -> int:
+        """End what runs, give device memory away; the bytes freed. Ends with `take_device` only."""
+        self._weights.check_caller(caller)
+        async with self._updater.exclusive():
+            await self._stand_still(PauseMode.ABORT)
+            assert self._held is not None
+            if self._held.asleep:
+                return 0
+            try:
+                freed = await self._engine.sleep()
+            except EngineError as error:
+                await self._go_on()
+                raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
+            self._held.asleep = True
+            return freed
+
+    async def take_device(self, caller: VersionKey) -> None:
+        """Take device memory back and go on. No error if it was not given away."""
+        await self.resume(caller)
+
+    async def close(self) -> None:
+        """Forget the pause; nothing goes on."""
+        self._cancel_expiry()
+
+    async def _stand_still(self, mode: PauseMode) -> int:
+        self._cancel_expiry()
+        await self._traffic.close(_HOLDER)
+        running = [i for i, sample in self._traffic.running.items() if not sample.ended]
+        if self._held is None:
+            self._held = _Held(mode)
+        self._updater.keep_paused = True
+        if self._held.asleep:
+            return 0
+        try:
+            await self._engine.pause(mode)
+        except EngineError as error:
+            await self._go_on()
+            raise EngineFailed(f"the engine did not pause: {error}", cause=error) from error
+        self.note = ""
+        return len(running) if mode is PauseMode.ABORT else 0
+
+    async def _go_on(self) -> None:
+        self._cancel_expiry()
+        held, self._held = self._held, None
+        self._updater.keep_paused = False
+        try:
+            if held is not None and held.asleep:
+                await self._engine.wake()
+            if held is not None:
+                await self._engine.resume()
+        except EngineError as error:
+            raise EngineFailed(f"the engine did not go on: {error}", cause=error) from error
+        finally:
+            await self._traffic.open(_HOLDER)
+
+    async def _expire(self, seconds: float, caller: VersionKey) -> None:
+        await asyncio.sleep(seconds)
+        self.note = f"a pause by {caller} was lifted after {seconds:g} s without a Resume"
+        _log.warning("pause lifted", owner=str(caller), after_s=seconds)
+        async with self._updater.exclusive():
+            if self._held is not None:
+                self._held.expiry = None  # this task; it must not cancel itself
+            with contextlib.suppress(EngineFailed):  # the health watch tells of a dead engine
+                await self._go_on()
+
+    def _cancel_expiry(self) -> None:
+        if self._held is not None and self._held.expiry is not None:
+            self._held.expiry.cancel()
+            self._held.expiry = None

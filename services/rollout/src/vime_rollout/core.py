@@ -1,0 +1,79 @@
+"""The service without its wire: one engine and everything around it, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from vime_rollout.config import RolloutConfig
+from vime_rollout.control import Control
+from vime_rollout.engine import Engine
+from vime_rollout.generation import Generation
+from vime_rollout.traffic import Traffic
+from vime_rollout.transfers import Connect, connect
+from vime_rollout.updates import Updater
+from vime_rollout.weights import WeightState
+from vime_service.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Ids of a prompt, and the digest of the template that made them (`text` without a template)."""
+
+    prompt_token_ids: list[int]
+    template_digest: str
+
+
+class Core:
+    """Everything that a servicer needs. Make it, `start` it, in the end `stop` it."""
+
+    def __init__(self, config: RolloutConfig, engine: Engine, join: Connect = connect) -> None:
+        self.config = config
+        self.engine = engine
+        self.boot_id = uuid.uuid4().hex
+        self.weights = WeightState(config.updatable)
+        self.traffic = Traffic(self.weights)
+        self.generation = Generation(engine, self.traffic)
+        self.updater = Updater(engine, self.weights, self.traffic, self.generation, config.updates, join)
+        self.control = Control(engine, self.weights, self.traffic, self.updater)
+        self.started = False
+        # Hugging Face tokenizers are not safe to use from several threads at once.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    async def start(self) -> None:
+        """Load the model. Raises `EngineError` when that fails."""
+        await self.engine.start()
+        if self.config.serve_initial or not self.config.updatable:
+            self.weights.serve_initial()
+        self.started = True
+
+    async def stop(self) -> None:
+        """End transfers and the engine with all its processes."""
+        await self.control.close()
+        await self.updater.close()
+        await self.engine.stop()
+        self._tokenizing.shutdown(wait=False)
+
+    async def render_text(self, text: str) -> Rendered:
+        """Ids of plain text."""
+        return Rendered(await self._tokenize(self.engine.tokenizer.encode_text, text), "text")
+
+    async def render_chat(self, messages: Sequence[Any], tools: Sequence[Any], options: dict[str, Any]) -> Rendered:
+        """Ids of a conversation; `InvalidArgument` when the template cannot render it."""
+        tokenizer = self.engine.tokenizer
+        try:
+            ids = await self._tokenize(tokenizer.encode_chat, messages, tools, options)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="chat") from error
+        return Rendered(ids, tokenizer.chat_template_digest())
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        return str(await self._tokenize(self.engine.tokenizer.decode, token_ids, skip_special_tokens))
+
+    async def _tokenize(self, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
