@@ -1,6 +1,10 @@
 """Tiny models on disk, written without any model library, and samples for them."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,23 +118,82 @@ def weight_maker() -> Callable[..., dict[str, torch.Tensor]]:
     return weights
 
 
+def make_sample(prompt: int = 4, response: int = 5, seed: int = 0, **fields: Any) -> Sample:
+    """Random tokens, plausible logprobs, random valid routes; any field can be replaced."""
+    generator = torch.Generator().manual_seed(1000 * prompt + 10 * response + seed)
+    trace = torch.rand(prompt + response - 1, 2, 8, generator=generator).topk(2, -1).indices.to(torch.uint8)
+    base: dict[str, Any] = {
+        "prompt_token_ids": torch.randint(0, 48, (prompt,), generator=generator),
+        "response_token_ids": torch.randint(0, 48, (response,), generator=generator),
+        "rollout_logprobs": -3 - torch.rand(response, generator=generator),
+        "loss_mask": torch.ones(response, dtype=torch.bool),
+        "advantages": per_token(1.0 if seed % 2 else -0.5, response),
+        "group_id": f"g{seed}",
+        "sample_index": seed,
+        "routed_experts": trace,
+    }
+    return Sample(**(base | fields))
+
+
 @pytest.fixture(scope="session")
 def sample_maker() -> Callable[..., Sample]:
-    """sample_maker(prompt, response, seed=0, **fields): random tokens, plausible logprobs, random valid routes."""
+    return make_sample
 
-    def make(prompt: int = 4, response: int = 5, seed: int = 0, **fields: Any) -> Sample:
-        generator = torch.Generator().manual_seed(1000 * prompt + 10 * response + seed)
-        trace = torch.rand(prompt + response - 1, 2, 8, generator=generator).topk(2, -1).indices.to(torch.uint8)
-        base: dict[str, Any] = {
-            "prompt_token_ids": torch.randint(0, 48, (prompt,), generator=generator),
-            "response_token_ids": torch.randint(0, 48, (response,), generator=generator),
-            "rollout_logprobs": -3 - torch.rand(response, generator=generator),
-            "loss_mask": torch.ones(response, dtype=torch.bool),
-            "advantages": per_token(1.0 if seed % 2 else -0.5, response),
-            "group_id": f"g{seed}",
-            "sample_index": seed,
-            "routed_experts": trace,
-        }
-        return Sample(**(base | fields))
 
-    return make
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """run_ranks(world, code, **names): run `code` in `world` new processes that form one process group.
+
+    The code sees `rank`, `names`, `make_sample` and ends by assigning JSON to `result`; the results come back by rank.
+    """
+
+    def run(world: int, code: str, **values: Any) -> list[Any]:
+        script = tmp_path / "ranks.py"
+        script.write_text(PREAMBLE + code + "\n" + EPILOGUE)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        here = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
+        common = os.environ | {"PYTHONPATH": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        outs = [tmp_path / f"result{rank}.json" for rank in range(world)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(script), json.dumps(values, default=str), str(out)],
+                env=common | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, out in enumerate(outs)
+        ]
+        try:
+            errors = [process.communicate(timeout=150)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
+            assert process.returncode == 0, f"rank {rank}:\n{error[-3000:]}"
+        return [json.loads(out.read_text()) for out in outs]
+
+    return run
+
+
+PREAMBLE = """
+import json, os, sys
+import torch
+from conftest import make_sample
+from vime_trainer.algorithms.losses import PolicyLossConfig
+from vime_trainer.engine import distributed
+from vime_trainer.engine.config import EngineConfig, OptimizerConfig
+from vime_trainer.engine.engine import Engine
+from vime_trainer.engine.errors import CheckpointError
+from vime_trainer.engine.objective import PolicyLoss
+from vime_trainer.engine.sample import per_token
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+names = json.loads(sys.argv[1])
+"""
+EPILOGUE = """
+with open(sys.argv[2], "w") as out:
+    json.dump(result, out)
+distributed.shutdown()
+"""

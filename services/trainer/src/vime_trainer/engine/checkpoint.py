@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vime_trainer.engine import hf, optimizer_state
-from vime_trainer.engine.distributed import all_reduce_max, barrier, data_parallel_rank
+from vime_trainer.engine.distributed import all_reduce_max, data_parallel_rank
 from vime_trainer.engine.errors import CheckpointError
 from vime_trainer.engine.optimizer import Updater
 from vime_trainer.engine.shape import ModelShape
@@ -77,13 +77,16 @@ class Checkpointer:
             raise CheckpointError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
         if manifest["architecture"] != self._shape.architecture:
             raise CheckpointError(f"{path} is a {manifest['architecture']}, the model is a {self._shape.architecture}")
-        hf.load(self._module, self._shape, hf.Checkpoint(path))
-        optimizer_state.restore(self._updater.optimizer, self._module, sorted(path.glob("optimizer.rank*.safetensors")))
-        self._updater.resume_at(int(manifest["optimizer_steps"]))
-        _restore_generators(path)
-        barrier()
+        self._together(f"read {path}", lambda: self._restore(path, int(manifest["optimizer_steps"])))
         state: dict[str, Any] = manifest["state"]
         return state
+
+    def _restore(self, path: Path, optimizer_steps: int) -> None:
+        hf.load(self._module, self._shape, hf.Checkpoint(path))
+        files = sorted(path.glob("optimizer.rank*.safetensors"))
+        optimizer_state.restore(self._updater.optimizer, self._module, files)
+        self._updater.resume_at(optimizer_steps)
+        _restore_generators(path)
 
     def _write(self, work: Path, rank: int) -> None:
         if rank == 0:

@@ -79,8 +79,8 @@ class Trainer:
         outcomes: list[OptimizerOutcome] = []
         runs: list[_Run] = []
         for part in _chunks(len(samples), mini_batches):
-            # Both: gradients in Megatron's buffers, and those that an unsharded optimizer hangs on the parameters. If the
-            # latter stayed, backward would add the buffer to itself.
+            # Both: the gradients in Megatron's buffers, and those that an unsharded optimizer hangs on the parameters.
+            # If the latter stayed, backward would add the buffer to itself.
             self._forward.model.zero_grad_buffer()
             self._updater.optimizer.zero_grad()
             run = _Run(self._forward, samples[part], None if old is None else old[part], loss, replay)
