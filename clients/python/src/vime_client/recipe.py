@@ -28,8 +28,17 @@ def _from_recipe(path: Path, info: ValidationInfo) -> Path:
     return Path(os.path.normpath(Path(base).absolute() / path))
 
 
+def _function_from_recipe(text: str, info: ValidationInfo) -> str:
+    place, colon, function = text.rpartition(":")
+    if not colon or not place.endswith(".py"):
+        return text
+    return f"{_from_recipe(Path(place), info)}:{function}"
+
+
 RecipePath = Annotated[Path, AfterValidator(_from_recipe)]
 """A path; relative ones are taken from the recipe's folder."""
+FunctionName = Annotated[str, AfterValidator(_function_from_recipe)]
+"""`file.py:function` with its path as `RecipePath`, `module:function` or `grpc://host:port`."""
 
 
 class RunSection(ConfigModel):
@@ -108,7 +117,7 @@ class RewardsSection(ConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    default: str
+    default: FunctionName
     """The reward of tables that name none."""
     timeout_s: float = Field(default=10.0, gt=0)
     """How long one call may take; then its process is killed and the sample stays unscored."""
@@ -116,9 +125,12 @@ class RewardsSection(ConfigModel):
     """Processes that run rewards, per worker."""
 
     @model_validator(mode="after")
-    def _rewards_are_names(self) -> RewardsSection:
-        for name, value in (self.model_extra or {}).items():
-            if not isinstance(value, str):
+    def _rewards_are_names(self, info: ValidationInfo) -> RewardsSection:
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if isinstance(value, str):
+                extra[name] = _function_from_recipe(value, info)
+            else:
                 near = difflib.get_close_matches(name, ["timeout_s", "processes", "default"], n=1)
                 hint = f'; did you mean "rewards.{near[0]}"?' if near else ""
                 raise ValueError(f'a reward must be text such as "reward.py:score", but {name} is {value!r}{hint}')
@@ -137,7 +149,7 @@ class WorkerSection(ConfigModel):
     """Workers that `vime run` starts; more may join from anywhere with `vime worker`."""
     concurrency: int = Field(default=32, ge=1)
     """Prompts that a worker has in hand at once."""
-    filter: str = ""
+    filter: FunctionName = ""
     """Which finished groups of train tables are kept: empty for all, `nonzero_std`, `file.py:function`, `grpc://...`."""
 
 
@@ -245,7 +257,7 @@ def _check_functions(recipe: Recipe, path: Path) -> None:
         place, colon, function = value.rpartition(":")
         if not colon or not function.isidentifier():
             problems.append(f'{path}: {key}: "{value}" must have the form file.py:function or module:function')
-        elif place.endswith(".py") and not (path.parent / place).is_file():
-            problems.append(f"{path}: {key}: file {path.parent / place} does not exist")
+        elif place.endswith(".py") and not Path(place).is_file():
+            problems.append(f"{path}: {key}: file {place} does not exist")
     if problems:
         raise ConfigError(problems)

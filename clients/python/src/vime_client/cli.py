@@ -1,0 +1,143 @@
+"""The command line. Everything heavy is imported by the command that needs it, so that `vime --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="vime",
+    help="RL post-training: Megatron trains, vLLM generates, a router and a durable buffer stand between.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated.")]
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (TOML), or a run folder with --resume or --join.")],
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nothing changes it
+    name: Annotated[str | None, typer.Option(help="Name of the run and its folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved recipe.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old folder is moved aside.")] = False,
+    join: Annotated[bool, typer.Option("--join", help="Watch a run that goes on, after its driver died.")] = False,
+) -> None:
+    """Run a recipe: start the services, watch, end with a report."""
+    if sum((resume, fresh, join)) > 1:
+        _end("--resume, --fresh and --join exclude each other")
+    _quiet_grpc()
+    from rich.console import Console
+
+    from vime_client.driver.run import RunOptions
+    from vime_client.driver.run import run as drive
+
+    options = RunOptions(
+        overrides=tuple(overrides),
+        name=name,
+        mode="resume" if resume else "fresh" if fresh else "new",
+        join=join,
+        dry_run=dry_run,
+    )
+    raise typer.Exit(drive(recipe, options, Console(), Console(stderr=True)))
+
+
+@app.command()
+def worker(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (TOML).")],
+    buffer: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the buffer.")],
+    router: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the router.")],
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Run one more rollout worker, on any host, until SIGTERM."""
+    _quiet_grpc()
+    from vime_client.config_loading import ConfigError
+    from vime_client.recipe import load_recipe
+    from vime_client.worker.__main__ import run as work
+    from vime_client.worker.config import WorkerConfig, worker_settings
+
+    try:
+        loaded = load_recipe(recipe, overrides)
+    except ConfigError as error:
+        _end(*error.problems)
+    settings = worker_settings(loaded, recipe.parent.absolute(), buffer, router)
+    raise typer.Exit(work(WorkerConfig(worker=settings)))
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write report.html and summary.json again, and show them."""
+    from rich.console import Console
+
+    from vime_client.report.build import NoRun, build_report
+    from vime_client.report.terminal import show
+
+    try:
+        history, summary = build_report(run_dir)
+    except NoRun as error:
+        _end(str(error))
+    show(Console(), run_dir, history, summary)
+
+
+@app.command()
+def status(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Say how a run stands, from its folder."""
+    from rich.console import Console
+
+    from vime_client.driver.status import NothingKnown, print_status
+
+    try:
+        print_status(run_dir, Console())
+    except NothingKnown as error:
+        _end(str(error))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def inspect(context: typer.Context) -> None:
+    """Show what the algorithms make of a batch (advantages, masks, losses); see `vime inspect --help`."""
+    import importlib.util
+
+    if importlib.util.find_spec("vime_trainer") is None:
+        _end(f"vime inspect needs the package vime-trainer, which {sys.executable} does not have")
+    os.execv(sys.executable, [sys.executable, "-m", "vime_trainer.inspect_cli", *context.args])
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of everything of vime that is installed here."""
+    from importlib import metadata
+
+    for dist in ("protos", "client", "service", "buffer", "router", "rollout", "trainer"):
+        try:
+            typer.echo(f"vime-{dist} {metadata.version(f'vime-{dist}')}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"vime-{dist} is not installed")
+
+
+def main() -> None:
+    """Entry point of `vime`."""
+    app()
+
+
+def _quiet_grpc() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported; failed calls are told by us
+
+
+def _end(*lines: str) -> None:
+    for line in lines:
+        typer.echo(f"vime: {line}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    main()

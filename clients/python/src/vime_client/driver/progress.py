@@ -1,0 +1,116 @@
+"""What a driver knows of a run, from the trainer's events and the launcher's state. No drawing here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vime.trainer.v1 import trainer_service_pb2 as pb
+
+from vime_client.launcher.state import RunState
+from vime_client.report.history import History
+
+
+@dataclass
+class Progress:
+    """Grows with each event; asking again for events that were seen changes nothing."""
+
+    name: str
+    num_steps: int
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Mean raw reward by step."""
+    evals: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Mean reward of eval tables by step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step."""
+    step: int = 0
+    """Last completed step."""
+    skipped: int = 0
+    """Steps that changed nothing."""
+    activity: str = ""
+    """What the trainer waits for."""
+    state: RunState | None = None
+    """The launcher's view."""
+
+    def seed(self, history: History) -> None:
+        """Take over what was trained before this driver came."""
+        for row in history.steps:
+            reward = row.get("rollout/raw_reward")
+            if isinstance(reward, (int, float)):
+                self.rewards[int(row["step"])] = float(reward)
+            self.step = max(self.step, int(row["step"]))
+        for table in history.evals:
+            series = history.eval_series(table)
+            self.evals.setdefault(table, {}).update(zip(series.steps, series.values, strict=True))
+
+    def take(self, event: pb.WatchResponse) -> str:
+        """Take an event in; a line that tells it, or "" if it tells nothing new."""
+        match event.WhichOneof("event"):
+            case "step":
+                return self._take_step(event.step)
+            case "eval":
+                return self._take_eval(event.eval)
+            case "status":
+                return self._take_status(event.status)
+            case _:  # an event of a newer trainer
+                return ""
+
+    def mean_reward(self, window: int = 10) -> float | None:
+        """Mean over the last steps."""
+        last = [self.rewards[step] for step in sorted(self.rewards)[-window:]]
+        return sum(last) / len(last) if last else None
+
+    def _take_step(self, report: pb.StepReport) -> str:
+        seen = report.train_step in self.rewards and report.train_step <= self.step
+        self.step = max(self.step, report.train_step)
+        self.metrics = dict(report.metrics)
+        if "rollout/raw_reward" in report.metrics:
+            self.rewards[report.train_step] = report.metrics["rollout/raw_reward"]
+        if seen:
+            return ""
+        if report.skipped:
+            self.skipped += 1
+            return f"step {report.train_step}/{self.num_steps} skipped: nothing was trained"
+        return f"step {report.train_step}/{self.num_steps}  {step_line(report.metrics)}"
+
+    def _take_eval(self, report: pb.EvalReport) -> str:
+        value = report.metrics.get(report.table)
+        rounds = self.evals.setdefault(report.table, {})
+        if value is None or rounds.get(report.step) == value:
+            return ""
+        rounds[report.step] = value
+        n = report.metrics.get(f"{report.table}/n")
+        return f"{report.table} at step {report.step}: {value:.3f}" + (f" (n = {n:.0f})" if n else "")
+
+    def _take_status(self, status: pb.TrainerStatus) -> str:
+        changed = status.activity != self.activity and bool(status.activity)
+        self.activity = status.activity
+        self.num_steps = status.num_steps or self.num_steps
+        return status.activity if changed else ""
+
+
+def step_line(metrics: Mapping[str, float]) -> str:
+    """The numbers of a step that people look at."""
+    shown = [
+        ("reward", "rollout/raw_reward", ".3f"),
+        ("|Δlogp|", "train/train_rollout_logprob_abs_diff", ".1e"),
+        ("no replay", "train/train_rollout_logprob_abs_diff_no_replay", ".1e"),
+        ("staleness", "staleness/mean", ".2f"),
+        ("length", "rollout/response_len/mean", ".1f"),
+        ("tok/s", "perf/tokens_per_s", ",.0f"),
+    ]
+    parts = [f"{label} {metrics[name]:{form}}" for label, name, form in shown if name in metrics]
+    split = [
+        f"{label} {metrics[name]:.2f}"
+        for label, name in (
+            ("wait", "perf/train_wait_time"),
+            ("logprobs", "perf/log_probs_time"),
+            ("train", "perf/actor_train_time"),
+            ("publish", "perf/update_weights_time"),
+            ("other", "perf/other_time"),
+        )
+        if name in metrics
+    ]
+    if "perf/step_time" in metrics:
+        parts.append(f"{metrics['perf/step_time']:.2f} s ({', '.join(split)})" if split else f"{metrics['perf/step_time']:.2f} s")
+    return "  ".join(parts)

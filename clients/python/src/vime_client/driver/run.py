@@ -1,0 +1,164 @@
+"""`vime run`: from a recipe to an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from vime_client.config_loading import ConfigError, to_toml
+from vime_client.driver.display import make_display
+from vime_client.driver.folder import FolderRefused, Mode, holds_run, open_folder, ports_of, read_run
+from vime_client.driver.follow import LauncherDied, follow
+from vime_client.driver.progress import Progress
+from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.plan import RunPlan, load_plan, service_names, write_plan
+from vime_client.launcher.ports import PortBusy, choose_ports
+from vime_client.launcher.preflight import preflight
+from vime_client.launcher.process import last_lines
+from vime_client.launcher.state import RunState, hold, read_state
+from vime_client.recipe import Recipe, load_recipe
+from vime_client.report.build import build_report
+from vime_client.report.history import read_history
+from vime_client.report.terminal import show
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+_STOP_MARGIN_S = 10.0
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line says beside the recipe."""
+
+    overrides: tuple[str, ...] = ()
+    """Each `a.b=c`."""
+    name: str | None = None
+    """Replaces `run.name`."""
+    mode: Mode = "new"
+    """Whether to begin or to continue."""
+    join: bool = False
+    """Only look at a run that goes on."""
+    dry_run: bool = False
+    """Only check everything and print the resolved recipe."""
+
+
+def run(recipe_path: Path, options: RunOptions, console: Console, errors: Console) -> int:
+    """Run a recipe to its end; the exit code. Problems are sentences on `errors`."""
+    try:
+        recipe, base_dir, run_dir = _load(recipe_path, options)
+        if options.dry_run:
+            asyncio.run(_dry_run(recipe, recipe_path, base_dir, console))
+            return 0
+        if not options.join:
+            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode)
+        elif not holds_run(run_dir):
+            raise FolderRefused(f"there is no run in {run_dir} to join")
+        return asyncio.run(_drive(run_dir, recipe, console, errors, start=not options.join))
+    except ConfigError as error:
+        _say(errors, *error.problems)
+    except (FolderRefused, PortBusy) as error:
+        _say(errors, str(error))
+    except (LauncherError, LauncherDied) as error:
+        _say(errors, str(error))
+        return EXIT_FAILED
+    return EXIT_REFUSED
+
+
+def _load(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
+    """The recipe, the folder its modules are found in, and the run folder. A run folder stands for its own recipe."""
+    if path.is_dir():
+        if not (path / "config.toml").is_file():
+            raise ConfigError([f"{path} is neither a recipe nor a run folder: it has no config.toml"])
+        recipe = load_recipe(path / "config.toml", options.overrides)
+        return recipe, Path(read_run(path).get("base_dir", path)), path.resolve()
+    recipe = load_recipe(path, options.overrides, options.name)
+    return recipe, path.parent.absolute(), recipe.run_dir
+
+
+def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode) -> None:
+    """Write the run folder's configuration, and have every service check its own."""
+    folder = open_folder(run_dir, mode, base_dir)
+    try:
+        ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
+        plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
+        asyncio.run(preflight(plan, recipe_path))
+    except (ConfigError, PortBusy):
+        if folder.made:  # nothing ran here: the corrected recipe must find no run in its way
+            shutil.rmtree(run_dir)
+        raise
+    (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
+
+
+async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        run_dir = Path(temporary) / recipe.run.name
+        ports = choose_ports(service_names(recipe), recipe.launcher.ports)
+        await preflight(write_plan(recipe, base_dir, run_dir, "dry-run", ports), recipe_path)
+    console.out(to_toml(recipe), highlight=False, end="")
+
+
+async def _drive(run_dir: Path, recipe: Recipe, console: Console, errors: Console, *, start: bool) -> int:
+    stop = asyncio.Event()
+    received: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def interrupted(signum: int) -> None:
+        again = bool(received)
+        received.append(signum)
+        stop.set()
+        text = "still stopping, this is bounded" if again else "stopping: workers, trainer, engines, router, buffer"
+        errors.print(f"\n{text} ...", highlight=False)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, interrupted, int(signum))
+    with hold(run_dir, "driver"):
+        plan = load_plan(run_dir)
+        progress = Progress(recipe.run.name, recipe.run.steps)
+        progress.seed(read_history(run_dir))
+        if start:
+            console.print(f"run {run_dir}: starting {', '.join(s.name for s in plan.services)}", highlight=False)
+            await start_supervisor(run_dir)
+        state = await _follow(run_dir, plan, progress, console, stop)
+        await stop_supervisor(run_dir, plan.limits.stop_timeout_s + _STOP_MARGIN_S)
+    return _conclude(run_dir, state, console, errors, received)
+
+
+async def _follow(
+    run_dir: Path, plan: RunPlan, progress: Progress, console: Console, stop: asyncio.Event
+) -> RunState | None:
+    if not is_running(run_dir):  # joined after the end
+        return read_state(run_dir)
+    with make_display(console, progress) as display:
+        return await follow(run_dir, plan.trainer, progress, display, stop)
+
+
+def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: Console, received: list[int]) -> int:
+    """Report, table, picture, and the reason if it did not end well."""
+    history, summary = build_report(run_dir)
+    if history.steps:
+        show(console, run_dir, history, summary)
+    if received:
+        errors.print(f"stopped; continue with --resume ({run_dir})", highlight=False)
+        return 128 + received[0]
+    if state is not None and state.phase == "finished":
+        return 0
+    if state is not None and state.phase == "failed":
+        log = run_dir / "logs" / f"{state.failed_service}.log"
+        for line in last_lines(log, _LOG_LINES) if state.failed_service else []:
+            errors.print(f"  {state.failed_service} | {line}", markup=False, highlight=False, soft_wrap=True)
+        _say(errors, f"{state.reason}" + (f" (log: {log})" if state.failed_service else ""))
+    else:
+        _say(errors, f"the run did not finish: {state.reason if state else 'nothing is known of its end'}")
+    return EXIT_FAILED
+
+
+def _say(errors: Console, *lines: str) -> None:
+    for line in lines:
+        errors.print(f"vime: {line}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,44 @@
+"""`vime status`: how a run stands, from its folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vime_client.launcher.client import is_running
+from vime_client.launcher.state import read_state
+from vime_client.report.history import read_history
+from vime_client.report.page import law_lines, number
+from vime_client.report.summary import summarize
+
+
+class NothingKnown(Exception):
+    """The folder holds no run."""
+
+
+def print_status(run_dir: Path, console: Console) -> None:
+    """Print phase, services, the last step and the laws.
+
+    Raises:
+        NothingKnown: nothing was ever started there.
+    """
+    state = read_state(run_dir)
+    if state is None:
+        raise NothingKnown(f"{run_dir} holds no run")
+    ended = state.phase in ("finished", "failed", "stopped")
+    phase = state.phase if ended or is_running(run_dir) else f"{state.phase}, but its launcher is dead (--resume)"
+    console.print(f"[bold]{run_dir.name}[/bold]: {phase}  {state.reason or state.activity}", highlight=False)
+    table = Table("service", "state", "pid", "deaths", "last end", box=None)
+    for name, service in state.services.items():
+        shown = "ready" if service.ready else service.state
+        table.add_row(name, shown, str(service.pid or "–"), str(service.deaths), service.last_end)
+    console.print(table)
+    history = read_history(run_dir)
+    if history.steps:
+        summary = summarize(run_dir, history)
+        last = history.steps[-1]
+        console.print(f"step {last['step']}, reward {number(last.get('rollout/raw_reward'))}", highlight=False)
+        for text, holds in law_lines(summary):
+            console.print(f"{text}  {'holds' if holds else 'unknown' if holds is None else 'BROKEN'}", highlight=False)
