@@ -62,6 +62,13 @@ class Trainer:
         """True if the loop was started in an earlier life of this process and not ended: it goes on by itself."""
         return self._marker.exists()
 
+    async def warm_up(self) -> None:
+        """Start the ranks ahead of the loop, while the engines load. A failure is left for the loop, which says it."""
+        try:
+            await self._ranks.start()
+        except RankDied as error:
+            logger.warning("the ranks did not start ahead of the loop: %s", error)
+
     async def start(self) -> Status:
         """Start the loop; nothing if it runs. Raises ModeHeld."""
         mode = self._live_mode()
@@ -142,14 +149,15 @@ class Trainer:
         mode = self._live_mode()
         if mode is not None:
             raise ModeHeld(f"{mode.holder} drives single steps", mode="single steps", holder=mode.holder)
-        self._mode = _Mode(secrets.token_urlsafe(12), holder, ttl_s, time.monotonic() + ttl_s)
+        granted = self._mode = _Mode(secrets.token_urlsafe(12), holder, ttl_s, time.monotonic() + ttl_s)
         try:
             await self._ranks.start()
             await self._ranks.load(None)
         except BaseException:
             self._mode = None
             raise
-        return self._mode.lease_id
+        granted.expires = time.monotonic() + ttl_s
+        return granted.lease_id
 
     def check_mode(self, lease_id: str) -> None:
         """Renew the mode lease. Raises FailedPrecondition if it is not the current one."""

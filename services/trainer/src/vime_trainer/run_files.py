@@ -23,10 +23,12 @@ class RunFiles:
         for path in (self._metrics, self._samples):
             _end_torn_line(path)
 
-    def incarnation(self, version: Version, resume_step: int, replayed_groups: int) -> None:
-        """A new incarnation was opened."""
+    def incarnation(
+        self, version: Version, resume_step: int, rewound_groups: int, publish: Mapping[str, float]
+    ) -> None:
+        """A new incarnation was opened, and the weights it holds were published."""
         record = {"event": "incarnation", "incarnation": version.incarnation, "resume_step": resume_step}
-        self._append(self._metrics, [record | {"rewound_groups": replayed_groups}])
+        self._append(self._metrics, [record | {"rewound_groups": rewound_groups} | dict(publish)])
 
     def step(self, step: int, version: Version, skipped: bool, metrics: Mapping[str, float]) -> None:
         """A step was completed."""

@@ -83,9 +83,11 @@ class Wiring:
         service.on_stopping(self._trainer.close)
 
     async def start(self, service: Service) -> None:
-        """Go on with a loop that an earlier life of this process had started."""
+        """Go on with a loop that an earlier life of this process had started; else have the ranks ready for one."""
         if self._trainer.was_started:
             await self._trainer.start()
+        else:
+            await self._trainer.warm_up()
 
 
 def _resolved(config: TrainerConfig) -> str:

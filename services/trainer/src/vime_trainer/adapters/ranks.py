@@ -42,6 +42,7 @@ class GrpcRanks:
         self._start_timeout_s, self._command_timeout_s = start_timeout_s, command_timeout_s
         self._launches = 0
         self._watch: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
         self.address = ""
         self.mailbox: Mailbox[Command, Result] | None = None
         self.components: dict[str, str] = {}
@@ -57,7 +58,12 @@ class GrpcRanks:
         return self._processes.pids
 
     async def start(self) -> None:
-        """Start the processes and wait until all are attached."""
+        """Have fresh processes, all attached: those that run already if they were given no command yet."""
+        async with self._starting:
+            if self.mailbox is None or self.mailbox.used:
+                await self._start()
+
+    async def _start(self) -> None:
         await self.stop()
         self._launches += 1
         launch_id = secrets.token_urlsafe(16)
@@ -76,6 +82,7 @@ class GrpcRanks:
             self._watch.cancel()
             self._watch = None
         await self._processes.stop()
+        self.mailbox = None
 
     async def _watch_deaths(self, mailbox: Mailbox[Command, Result]) -> None:
         cause = await self._processes.wait_for_death()

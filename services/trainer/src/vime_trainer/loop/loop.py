@@ -58,7 +58,6 @@ class StepClock:
             "perf/rank_time": self.parts.get("train", 0.0),
             "perf/update_weights_time": self.parts.get("publish", 0.0),
             "perf/save_model_time": self.parts.get("save", 0.0),
-            "perf/eval_time": self.parts.get("eval", 0.0),
             "perf/unaccounted_time": max(0.0, total - known),
         }
 
@@ -105,7 +104,7 @@ class TrainingLoop:
             if finished is None:  # the data ended before the steps did
                 break
             version = finished
-        await self._report_evals(StepClock(), version, final=True)
+        await self._report_evals(version, final=True)
         await self._say(state=State.FINISHED, activity="")
 
     # ------------------------------------------------------------------ incarnations
@@ -129,10 +128,10 @@ class TrainingLoop:
             opened.rewound_groups,
             opened.requeued_prompts,
         )
-        self._files.incarnation(version, resume.step, opened.rewound_groups)
         self._pending_evals.clear()
         await self._say(activity="publishing to the fleet", incarnation=opened.incarnation, train_step=resume.step)
-        await self._publisher.publish(version)
+        published = await self._publisher.publish(version)
+        self._files.incarnation(version, resume.step, opened.rewound_groups, _publish_metrics(published))
         self._open_evals(await self._ledger.announce(version), resume.step)
         await self._say(state=State.RUNNING, published=version)
         return version
@@ -141,8 +140,8 @@ class TrainingLoop:
 
     async def _step(self, step: int, policy: Version) -> Version | None:
         """Train one batch; the policy version afterwards. None: no batch will ever come."""
+        await self._report_evals(policy)
         clock = StepClock()
-        await self._report_evals(clock, policy)
         batch: Batch = await clock.measure("wait", self._lease(step, policy))
         if batch.ended:
             logger.info("no batch for step %d: %s", step, batch.blocked_by)
@@ -254,11 +253,7 @@ class TrainingLoop:
             ),
         )
         if published is not None:
-            metrics["perf/update_weights_wire_bytes"] = float(published.bytes_sent)
-            metrics["perf/update_weights_pause_time"] = published.pause_s
-            metrics["perf/engines_committed"] = float(len(published.committed))
-            if published.canary_difference is not None:
-                metrics["train/canary_logprob_abs_diff"] = published.canary_difference
+            metrics |= _publish_metrics(published)
         self._files.step(step, version, trained.skipped, metrics)
         self._files.samples(step, trained.sample_json)
         for sample, reason in trained.left_out.items():
@@ -272,11 +267,11 @@ class TrainingLoop:
     def _open_evals(self, tables: list[str], step: int) -> None:
         self._pending_evals += [(table, step) for table in tables]
 
-    async def _report_evals(self, clock: StepClock, policy: Version, final: bool = False) -> None:
-        """Wait for the rounds that are open, as long as they hold training, and report them."""
+    async def _report_evals(self, policy: Version, final: bool = False) -> None:
+        """Wait for the rounds that are open, and report them. Their time belongs to no step."""
         while self._pending_evals and not (self._stop.is_set() and not final):
             table, step = self._pending_evals[0]
-            done = await clock.measure("eval", self._await_eval(table, step, policy))
+            done = await self._await_eval(table, step, policy)
             self._pending_evals.pop(0)
             self._files.evaluation(table, step, done)
             await self._events.add(EvalEvent(table, step, done))
@@ -300,3 +295,16 @@ class TrainingLoop:
         if changed != self._status:
             self._status = changed
             await self._events.add(changed)
+
+
+def _publish_metrics(published: Published) -> dict[str, float]:
+    """A weight update under its metric names."""
+    metrics = {
+        "perf/update_weights_time": published.seconds,
+        "perf/update_weights_wire_bytes": float(published.bytes_sent),
+        "perf/update_weights_pause_time": published.pause_s,
+        "perf/engines_committed": float(len(published.committed)),
+    }
+    if published.canary_difference is not None:
+        metrics["train/canary_logprob_abs_diff"] = published.canary_difference
+    return metrics

@@ -180,7 +180,8 @@ class Ranks(Protocol):
     @property
     def data_parallel(self) -> int: ...
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Have fresh processes, which hold no weights yet."""
 
     async def stop(self) -> None: ...
 

@@ -41,6 +41,11 @@ class Mailbox(Generic[Command, Result]):
         """Ranks in the world."""
         return self._world_size
 
+    @property
+    def used(self) -> bool:
+        """True once a command was given or the launch is over: its ranks are not fresh."""
+        return self._sequence > 0 or self._failure is not None
+
     async def attach(self, launch_id: str, rank: int, who: str) -> None:
         """A rank is up. Raises for another launch's rank or a rank outside the world."""
         self._check(launch_id, rank)
