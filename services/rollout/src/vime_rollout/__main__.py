@@ -12,7 +12,7 @@ def run(config: RolloutConfig) -> int:
     """Serve until stopped; the exit code."""
     from vime_rollout.wiring import Rollout
 
-    rollout = Rollout(config)
+    rollout = Rollout(config.rollout)
     return run_service("rollout", "vime-rollout", config, rollout.register, rollout.start)
 
 

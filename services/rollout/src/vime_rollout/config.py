@@ -108,8 +108,8 @@ class RouterLink(ConfigModel):
     """How to check the router's certificate. Unset: plaintext."""
 
 
-class RolloutConfig(ServiceConfig):
-    """The rollout service: one engine."""
+class RolloutSettings(ConfigModel):
+    """One engine."""
 
     engine_id: str = "rollout-0"
     """Unique among the engines of a fleet, and stable over restarts of the same slot."""
@@ -133,7 +133,14 @@ class RolloutConfig(ServiceConfig):
     """When a pause whose owner vanished is lifted, where the caller names no time."""
 
     @model_validator(mode="after")
-    def _there_is_a_model(self) -> RolloutConfig:
+    def _there_is_a_model(self) -> RolloutSettings:
         if self.engine == "vllm" and not self.vllm.model:
             raise ValueError("vllm.model is not set: which model shall the engine serve?")
         return self
+
+
+class RolloutConfig(ServiceConfig):
+    """The whole configuration file of `python -m vime_rollout`."""
+
+    rollout: RolloutSettings
+    """The engine."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from vime_rollout.config import RolloutConfig
+from vime_rollout.config import RolloutSettings
 from vime_rollout.control import Control
 from vime_rollout.engine import Engine
 from vime_rollout.generation import Generation
@@ -31,7 +31,7 @@ class Rendered:
 class Core:
     """Everything that a servicer needs. Make it, `start` it, in the end `stop` it."""
 
-    def __init__(self, config: RolloutConfig, engine: Engine, join: Connect = connect) -> None:
+    def __init__(self, config: RolloutSettings, engine: Engine, join: Connect = connect) -> None:
         self.config = config
         self.engine = engine
         self.boot_id = uuid.uuid4().hex

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from vime.rollout.v1 import engine_service_pb2_grpc, generation_service_pb2_grpc
-from vime_rollout.config import RolloutConfig
+from vime_rollout.config import RolloutSettings
 from vime_rollout.core import Core
 from vime_rollout.engine import Engine, EngineError
 from vime_rollout.engine_servicer import EngineServicer
@@ -20,7 +20,7 @@ from vime_service.server import Service
 class Rollout:
     """`register` and `start` of the rollout service."""
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutSettings) -> None:
         self.core = Core(config, make_engine(config))
 
     async def register(self, service: Service) -> None:
@@ -49,7 +49,7 @@ class Rollout:
         self._heartbeat.beat_now()
 
 
-def make_engine(config: RolloutConfig) -> Engine:
+def make_engine(config: RolloutSettings) -> Engine:
     """The engine that the configuration names; imports it, and with it torch or vLLM."""
     if config.engine == "fake":
         from vime_rollout.engines.fake import FakeEngine

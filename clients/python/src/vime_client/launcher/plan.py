@@ -163,15 +163,23 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
     }
     for index in range(recipe.launcher.engines):
         name = f"rollout-{index}"
-        sections[name] = {
+        computed = {
             "engine_id": name,
-            "model_path": model,
-            "router_address": address["router"],
             "advertise_address": address[name],
-            "seed": recipe.run.seed,
-            **recipe.rollout,
+            "router": {"address": address["router"]},
+            "vllm": {"model": model, "seed": recipe.run.seed},
         }
+        sections[name] = _merged(computed, recipe.rollout)
     return sections
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, table by table; `over` wins."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _service_file(
