@@ -254,7 +254,7 @@ class Generation:
                     if output.end is not None:
                         sample.ended = True
                     await self._traffic.deliverable()
-                    sample.check_fence()
+                    sample.made_by(len(output.token_ids))
                     yield output
         except RequestRefused as error:
             raise InvalidArgument(str(error), field="sampling") from error
@@ -270,7 +270,7 @@ class Generation:
         if len(output.logprobs) != new:
             raise Internal(f"the engine returned {len(output.logprobs)} logprobs for {new} tokens")
         total = sample.resumed + new
-        spans = tuple(span for span in sample.spans if span.first_token < total) or tuple(sample.spans[:1])
+        spans = sample.made_by(new)
         routes: tuple[RoutingSegment, ...] = ()
         if request.return_routes and new:
             prompt = len(request.prompt_token_ids)

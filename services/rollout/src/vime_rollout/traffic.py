@@ -42,15 +42,22 @@ class RunningSample:
         self.spans[:] = [span for span in self.spans if span.first_token < first]
         self.spans.append(VersionSpan(first, version))
 
-    def check_fence(self) -> None:
-        """Raises `FenceNotMet` when tokens came from weights that the fence does not accept."""
-        for span in self.spans:
+    def made_by(self, new_tokens: int) -> tuple[VersionSpan, ...]:
+        """The spans of the first `new_tokens` new tokens; a version that took over at the very end made none of them.
+
+        Raises:
+            FenceNotMet: tokens came from weights that the fence does not accept.
+        """
+        total = self.resumed + new_tokens
+        spans = tuple(span for span in self.spans if span.first_token < total) or tuple(self.spans[:1])
+        for span in spans:
             if not self.fence.passes(span.version):
                 raise FenceNotMet(
                     f"weights of version {span.version} took over, which do not pass the fence {self.fence}",
                     fence=self.fence,
                     serving=span.version,
                 )
+        return spans
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,16 +99,13 @@ class InlineTransport:
         self.abort()
         self._group = None
 
-    def _await(self, group: _Group, done: object, deadline: Deadline, step: str, started: float) -> None:
-        assert callable(done)
+    def _await(self, group: _Group, done: Callable[[], bool], deadline: Deadline, step: str, started: float) -> None:
         while not done():
             if group.broken:
                 raise self._failure(step, started, group.broken)
             if not group.ready.wait(deadline.remaining()) and deadline.passed() and not done():
                 self._break(group, f"{self._me} waited past its deadline")
                 raise self._failure(step, started, "the deadline passed")
-        if group.broken:
-            raise self._failure(step, started, group.broken)
 
     @staticmethod
     def _break(group: _Group, reason: str) -> None:

@@ -277,15 +277,19 @@ class FakeEngine:
             frozen = self._paused is not None and not (self._paused is PauseMode.WAIT and run.tokens)
             return bool(self._dead) or run.aborted or not frozen
 
-        if not may_run():
-            self._waiting += 1
-            async with self._changed:
-                # Bounded by the pause, which its owner or its expiry ends.
-                await self._changed.wait_for(may_run)
-            self._waiting -= 1
-        await asyncio.sleep(self.step_seconds)
-        self._alive()
-        return not run.aborted
+        while True:
+            if not may_run():
+                self._waiting += 1
+                async with self._changed:
+                    # Bounded by the pause, which its owner or its expiry ends.
+                    await self._changed.wait_for(may_run)
+                self._waiting -= 1
+            await asyncio.sleep(self.step_seconds)
+            self._alive()
+            if run.aborted:
+                return False
+            if may_run():  # a pause that came during the step undoes it
+                return True
 
     async def _leave(self, request_id: str) -> None:
         del self._runs[request_id]

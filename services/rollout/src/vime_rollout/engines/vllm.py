@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +151,9 @@ class VllmEngine:
             outputs = self._llm.generate(
                 prompt, params, request_id=request.request_id, trace_headers=request.trace_headers
             )
-            async for output in outputs:
-                yield self._output(output.outputs[0], output.num_cached_tokens or 0, request.return_routes)
+            async with aclosing(outputs):  # closing it is what tells vLLM to stop
+                async for output in outputs:
+                    yield self._output(output.outputs[0], output.num_cached_tokens or 0, request.return_routes)
         except EngineDeadError as error:
             raise EngineDied(str(error) or "the engine core has ended") from error
         except EngineGenerateError as error:
