@@ -84,15 +84,15 @@ def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Adm
     if row["drops_in_a_row"] >= table.settings.max_drops_in_a_row:
         # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
         return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
-    rows = _refills(ledger, run, table, wanted)
-    slots = min(counts["free_slots"], wanted - len(rows))
-    rows += _ids(
+    refills = _refills(ledger, run, table, wanted)
+    slots = min(counts["free_slots"], wanted - len(refills))
+    waiting = _ids(
         ledger,
         "SELECT id FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NULL ORDER BY admission LIMIT ?",
         table.id,
         slots,
     )
-    rows += _draw(ledger, table, min(slots, wanted - len(rows)) if len(rows) < slots else 0)
+    rows = refills + waiting + _draw(ledger, table, slots - len(waiting))
     if rows:
         return Admitted(tuple(rows))
     if counts["free_slots"] == 0 and not exhausted(ledger, table):

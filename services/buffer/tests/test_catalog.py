@@ -1,0 +1,89 @@
+"""Tables over restarts: what may change, and what would silently mean other prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime_buffer import catalog, views
+from vime_buffer.testing import table, write_prompts
+from vime_buffer.values import State
+from vime_service.errors import FailedPrecondition, InvalidArgument, NotFound
+
+
+def test_some_settings_may_change_at_a_restart_and_others_are_named(make_desk):
+    make_desk(max_attempts=3).close()
+    desk = make_desk(max_attempts=5, retained_bytes=99)
+    assert desk.ledger.table("train").settings.max_attempts == 5
+    desk.close()
+    with pytest.raises(FailedPrecondition) as caught:
+        make_desk(groups_per_step=4)
+    assert "groups_per_step is 2 in the ledger and cannot become 4" in caught.value.message
+
+
+def test_a_source_may_move_but_not_change(make_desk, ledger_dir):
+    desk = make_desk(4)
+    desk.close()
+    moved = table(write_prompts(ledger_dir / "elsewhere.jsonl", 4), source={"name": "train"})
+    from vime_buffer.testing import Desk
+
+    Desk(ledger_dir / "ledger", [moved]).close()
+    with pytest.raises(FailedPrecondition, match="changed since the run began"):
+        make_desk(5)
+
+
+def test_another_seed_is_refused(make_desk):
+    make_desk().close()
+    with pytest.raises(FailedPrecondition, match="begun with seed 7, not 8"):
+        make_desk(options={"seed": 8})
+
+
+def test_one_folder_has_one_process(make_desk):
+    make_desk()
+    with pytest.raises(FailedPrecondition, match="open in another process"):
+        make_desk()
+
+
+def test_groups_in_a_batch_cannot_be_deleted_and_a_refusal_deletes_nothing(make_desk):
+    desk = make_desk(groups_per_step=1, max_staleness=2)
+    desk.begin()
+    held, free, waiting = desk.lease().leases
+    desk.insert(held)
+    desk.insert(free)
+    desk.batch(1)
+
+    def delete(*group_ids):
+        return desk.call(lambda ledger: catalog.delete_groups(ledger, "train", group_ids))
+
+    with pytest.raises(FailedPrecondition, match="is leased in the batch of step 1"):
+        delete(free.group_id, held.group_id)
+    with pytest.raises(FailedPrecondition, match="is open"):
+        delete(waiting.group_id)
+    with pytest.raises(NotFound):
+        delete("train/none")
+    assert desk.counts().dropped == {}
+    assert delete(free.group_id, free.group_id) == 1
+    assert desk.insert(free)  # a late retry finds that it was there
+    desk.begin(0)
+    with pytest.raises(FailedPrecondition, match="in the batch of step 1"):
+        delete(held.group_id)  # stored again, but the ledger has it in a batch
+
+
+def test_listings_page_in_admission_order_by_state_and_by_step(make_desk):
+    desk = make_desk(groups_per_step=2, max_staleness=2)
+    desk.begin()
+    desk.train(1)
+    desk.lease(1)
+
+    def page(state=None, step=None, token="", limit=100):
+        return desk.call(lambda ledger: views.list_groups(ledger.db, "train", state, step, token, limit))
+
+    rows, token = page(limit=4)
+    assert [row.admission for row in rows] == [1, 2, 3, 4]
+    more, end = page(token=token, limit=4)
+    assert ([row.admission for row in more], end) == ([5, 6, 7], "")
+    assert [row.train_step for row in page(State.CONSUMED)[0]] == [1, 1]
+    assert [row.group_id for row in page(step=1)[0]] == ["train/train:0:0", "train/train:0:1"]
+    with pytest.raises(InvalidArgument, match="no page token"):
+        page(token="x")
+    desk.begin(0, recipe_digest="changed")
+    assert [row.state for row in page(State.EVICTED)[0]] == [State.EVICTED] * 2

@@ -1,0 +1,349 @@
+"""Incarnations and rewinds: the crash table of DESIGN section 5, row by row. K27: capacity after recovery."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime_buffer import incarnation, leases
+from vime_buffer.testing import RUN_ID
+from vime_buffer.values import Blocked, State, Version
+from vime_service.errors import FleetOwned, InvalidArgument, LeaseLost, ResumeOutOfRange, StaleIncarnation
+
+
+def names(answer):
+    return [group.group_id for group in answer.groups]
+
+
+def generate(desk):
+    for lease in desk.lease().leases:
+        desk.insert(lease)
+
+
+def trained_to(desk, step):
+    """Batches by step, after `step` steps."""
+    desk.begin()
+    return {number: desk.train(number) for number in range(1, step + 1)}
+
+
+# ------------------------------------------------------------------ granting
+
+
+def test_incarnations_rise_above_everything_known_and_survive_a_restart(make_desk):
+    desk = make_desk()
+    assert desk.open().incarnation == 1
+    assert desk.open(highest_known=7).incarnation == 8
+    desk.close()
+    desk = make_desk()
+    assert desk.incarnation == 8
+    assert desk.open(highest_known=3).incarnation == 9
+
+
+def test_another_run_is_refused_by_name(make_desk):
+    desk = make_desk()
+    with pytest.raises(FleetOwned) as caught:
+        desk.call(lambda ledger: incarnation.open_incarnation(ledger, "other", 0, 0, "", regenerate=False))
+    assert caught.value.metadata == {"run_id": "other", "owner": RUN_ID}
+    desk.close()
+    with pytest.raises(FleetOwned, match='belongs to run "run", not to "else"'):
+        make_desk(options={"run_id": "else"})
+
+
+def test_the_first_version_is_that_of_the_step_resumed_from_and_may_be_announced_twice(make_desk):
+    desk = make_desk()
+    trained_to(desk, 2)
+    desk.open(2)
+    with pytest.raises(InvalidArgument, match=r"resumed from step 2; its first version cannot be \{2, 3\}"):
+        desk.announce(3)
+    with pytest.raises(StaleIncarnation):
+        desk.call(lambda ledger: incarnation.announce_version(ledger, Version(RUN_ID, 1, 2)))
+    with pytest.raises(FleetOwned):
+        desk.call(lambda ledger: incarnation.announce_version(ledger, Version("other", 2, 2)))
+    assert desk.announce(2) == desk.announce(2) == ()
+    desk.train(3)
+    desk.announce(2)  # a late retry does not turn the policy back
+    assert desk.lease().leases[0].fence.step == 3
+
+
+# ------------------------------------------------------------------ the crash table
+
+
+def test_trainer_dies_after_the_optimizer_step_the_batch_is_served_again(make_desk):
+    desk = make_desk(max_staleness=1)
+    trained_to(desk, 2)
+    generate(desk)
+    batch = desk.batch(3)
+    opened = desk.begin(2)
+    assert (opened.incarnation, opened.last_ledger_step, opened.rewound_groups) == (2, 3, 2)
+    again = desk.batch(3)
+    assert (names(again), again.replayed) == (names(batch), True)
+
+
+def test_trainer_dies_after_publish_responses_newer_than_the_policy_count_as_staleness_zero(make_desk):
+    desk = make_desk(max_staleness=1)
+    trained_to(desk, 2)
+    late = desk.lease().leases
+    assert [lease.fence.step for lease in late] == [2, 2]
+    before = desk.batch(3)
+    for lease in late:  # {1, 3} is published and serves, its CompleteStep never arrives
+        desk.insert(lease, Version(RUN_ID, 1, 3))
+    desk.begin(2)
+    again = desk.batch(3)
+    assert (names(again), again.replayed) == (names(before), True)
+    desk.complete(3)
+    batch = desk.batch(4)
+    assert names(batch) == [lease.group_id for lease in late]
+    assert [group.staleness for group in batch.groups] == [0, 0]
+    assert [group.oldest for group in batch.groups] == [Version(RUN_ID, 1, 3)] * 2
+
+
+def test_trainer_dies_before_its_checkpoint_the_lost_steps_are_replayed_in_order(make_desk):
+    desk = make_desk(40, max_staleness=1)
+    batches = trained_to(desk, 5)
+    generate(desk)
+    opened = desk.begin(2)
+    assert (opened.last_ledger_step, opened.oldest_resumable_step, opened.rewound_groups) == (5, 0, 6)
+    for step in (3, 4, 5):
+        batch = desk.batch(step)
+        assert (names(batch), batch.replayed) == (batches[step], True)
+        desk.complete(step)
+    generate(desk)
+    fresh = desk.batch(6)
+    assert not fresh.replayed
+    assert names(fresh) == ["train/train:0:10", "train/train:0:11"]
+
+
+def test_pointer_renamed_before_checkpoint_committed_every_covered_step_is_accepted(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 4)
+    desk.checkpoint(2, oldest_kept=1)
+    for resume in (1, 2, 3, 4, 2, 1):
+        assert desk.begin(resume).oldest_resumable_step == 1
+    for step in (2, 3, 4):
+        assert names(desk.batch(step)) == batches[step]
+        desk.complete(step)
+
+
+def test_a_checkpoint_of_a_step_whose_completion_never_arrived_counts_it_as_trained(make_desk):
+    desk = make_desk(40)
+    trained_to(desk, 1)
+    generate(desk)
+    lost = names(desk.batch(2))
+    opened = desk.begin(2)
+    assert (opened.last_ledger_step, opened.rewound_groups) == (2, 0)
+    assert desk.counts().consumed == 4
+    assert not set(desk.train(3)) & set(lost)
+
+
+def test_steps_that_the_ledger_does_not_cover_are_refused_with_its_range(make_desk):
+    desk = make_desk(40)
+    trained_to(desk, 4)
+    desk.checkpoint(3, oldest_kept=2)
+    for resume in (1, 5):
+        with pytest.raises(ResumeOutOfRange) as caught:
+            desk.open(resume)
+        assert caught.value.metadata == {"resume_step": str(resume), "oldest": "2", "newest": "4"}
+    assert desk.ledger.run().incarnation == 1  # a refusal changes nothing
+
+
+def test_regenerate_makes_lost_steps_anew_in_the_same_batches(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 4)
+    desk.checkpoint(3, oldest_kept=3)
+    opened = desk.begin(1, regenerate=True)
+    assert (opened.requeued_prompts, opened.rewound_groups) == (4, 2)
+    assert desk.counts().evicted == {"REGENERATED": 4}
+    for step in (2, 3, 4):
+        leases_now = desk.lease().leases
+        if step < 4:  # one batch at a time: made by a policy that is at most k steps behind
+            assert [lease.group_id for lease in leases_now] == batches[step]
+            assert all(lease.fence.step == step - 1 and lease.attempt == 1 for lease in leases_now)
+        for lease in leases_now:
+            desk.insert(lease)
+        assert names(desk.batch(step)) == batches[step]
+        desk.complete(step)
+    assert desk.train(5) == ["train/train:0:8", "train/train:0:9"]
+
+
+def test_regenerate_accepts_a_ledger_that_knows_less_than_the_checkpoint(make_desk):
+    desk = make_desk(40)
+    opened = desk.begin(7, regenerate=True)
+    assert (opened.last_ledger_step, opened.oldest_resumable_step) == (7, 7)
+    assert desk.train(8) == ["train/train:0:0", "train/train:0:1"]
+    with pytest.raises(ResumeOutOfRange):
+        desk.open(6)
+
+
+# ------------------------------------------------------------------ leases and lineage
+
+
+def test_leases_of_the_old_incarnation_are_void_and_their_prompts_keep_their_place(make_desk):
+    desk = make_desk(40, max_staleness=1, max_attempts=1)
+    desk.begin()
+    old = desk.lease().leases
+    desk.insert(old[2])
+    opened = desk.begin(0)
+    assert opened.requeued_prompts == 3
+    for lease in (old[0], old[1], old[3]):
+        with pytest.raises(LeaseLost):
+            desk.insert(lease)
+    assert desk.call(lambda ledger: leases.keep_alive(ledger, [old[0].lease_id]))[0] == [old[0].lease_id]
+    new = desk.lease().leases
+    assert [lease.group_id for lease in new] == [lease.group_id for lease in (old[0], old[1], old[3])]
+    assert all(lease.attempt == 1 and lease.fence.incarnation == 2 for lease in new)
+    for lease in new:
+        desk.insert(lease)
+    assert names(desk.batch(1)) == [old[0].group_id, old[1].group_id]
+    assert desk.counts().given_up == {}  # a trainer's death costs a prompt no attempt
+
+
+def test_another_training_recipe_evicts_the_lost_lineage_and_keeps_the_order(make_desk):
+    desk = make_desk(40, max_staleness=1)
+    batches = trained_to(desk, 3)
+    generate(desk)
+    opened = desk.begin(1, recipe_digest="changed")
+    assert (opened.rewound_groups, opened.last_ledger_step) == (0, 1)
+    # Lost: batches 2 and 3, and the stored groups that weights after step 1 sampled.
+    assert desk.counts().evicted == {"LOST_LINEAGE": 8}
+    assert desk.train(2) == batches[2]
+    assert desk.train(3) == batches[3]
+
+
+def test_the_same_recipe_or_none_evicts_nothing(make_desk):
+    desk = make_desk(40)
+    trained_to(desk, 3)
+    assert desk.begin(1).rewound_groups == 4
+    assert desk.begin(1, recipe_digest="").rewound_groups == 0  # they are stored already
+    assert desk.counts().evicted == {}
+    assert desk.counts().stored == 4
+
+
+def test_a_second_rewind_may_go_further_back_or_forward(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 5)
+    desk.begin(3)
+    desk.begin(1)
+    assert names(desk.batch(2)) == batches[2]
+    desk.begin(4)
+    counts = desk.counts()
+    assert (counts.consumed, counts.stored) == (8, 2)
+    assert names(desk.batch(5)) == batches[5]
+
+
+def test_a_rewind_opens_a_closed_table_again(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 2)
+    generate(desk)
+    last = names(desk.batch(3))
+    desk.complete(3, final=True)
+    assert desk.lease().blocked is Blocked.CLOSED
+    desk.begin(2)
+    assert batches
+    assert names(desk.batch(3)) == last
+    desk.complete(3)
+    assert desk.train(4)
+
+
+def test_a_damaged_group_of_a_batch_is_made_again_in_its_place(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 3)
+    damaged = batches[2][1]
+    desk.call(lambda ledger: incarnation.mark_corrupted(ledger, damaged))
+    desk.begin(1)
+    assert desk.counts().evicted == {"CORRUPTED": 1}
+    assert desk.batch(2).blocked is Blocked.GENERATING
+    (lease,) = desk.lease().leases
+    assert (lease.group_id, lease.attempt) == (damaged, 1)
+    desk.insert(lease)
+    assert names(desk.batch(2)) == batches[2]
+    desk.complete(2)
+    assert names(desk.batch(3)) == batches[3]
+
+
+def test_a_place_that_stays_empty_shortens_its_batch_and_an_empty_batch_is_chosen_anew(make_desk):
+    from vime_buffer.values import Failure
+
+    desk = make_desk(40, max_attempts=1)
+    batches = trained_to(desk, 2)
+    for group_id in batches[2]:
+        desk.call(lambda ledger, damaged=group_id: incarnation.mark_corrupted(ledger, damaged))
+    desk.begin(1)
+    for lease in desk.lease().leases:
+        desk.call(lambda ledger, lost=lease: leases.fail_prompt(ledger, lost.lease_id, Failure.GENERATION, ""))
+    assert desk.train(2) == ["train/train:0:4", "train/train:0:5"]
+
+
+# ------------------------------------------------------------------ K27
+
+
+def test_k27_after_recovery_the_window_is_that_of_the_rows_not_of_a_counter(make_desk):
+    """Batch 8, max_staleness 1, resumed at version 100 with a stalled trainer: at most 16 groups, not 816."""
+    desk = make_desk(50, groups_per_step=8, max_staleness=1)
+    desk.begin(100, regenerate=True)
+    admitted = 0
+    for _ in range(200):
+        answer = desk.lease(8)
+        for lease in answer.leases:
+            admitted += 1
+            desk.insert(lease)
+    counts = desk.counts()
+    assert (admitted, counts.stored + counts.open) == (16, 16)
+    desk.begin(100)
+    assert desk.lease().blocked is Blocked.ADMISSION
+
+
+def test_k27_after_a_rewind_nothing_is_admitted_until_the_replay_has_caught_up(make_desk):
+    desk = make_desk(100, groups_per_step=2, max_staleness=1)
+    trained_to(desk, 10)
+    desk.begin(2)
+    for step in range(3, 11):
+        occupied = desk.counts().stored + desk.counts().leased
+        assert (desk.lease().leases == ()) == (occupied >= 4)
+        desk.batch(step)
+        desk.complete(step)
+
+
+def test_k27_a_prompt_that_takes_five_times_longer_is_trained_in_every_epoch(make_desk):
+    desk = make_desk(8, groups_per_step=2, max_staleness=1, source={"epochs": 3})
+    desk.begin()
+    running = {}
+    trained = []
+    step = 1
+    for now in range(400):
+        for lease in desk.lease().leases:
+            slow = lease.group_id.endswith(":3")
+            running[lease.group_id] = (now + (5 if slow else 1), lease)
+        for group_id, (ready, _lease) in list(running.items()):
+            if ready <= now:
+                desk.insert(running.pop(group_id)[1])
+        answer = desk.batch(step)
+        if answer.blocked is Blocked.END_OF_DATA:
+            break
+        if answer.groups:
+            assert all(group.staleness <= 1 for group in answer.groups)
+            trained += names(answer)
+            desk.complete(step)
+            step += 1
+    assert trained == [f"train/train:{epoch}:{index}" for epoch in range(3) for index in range(8)]
+    assert desk.counts().evicted == {}
+
+
+def test_states_are_the_contract_s():
+    from vime.buffer.v1 import table_service_pb2 as pb
+
+    for state in State:
+        if 1 <= state <= 7:
+            assert pb.GroupState.Name(state) == f"GROUP_STATE_{state.name}"
+
+
+def test_enums_are_the_contract_s():
+    from vime.buffer.v1 import batch_service_pb2 as batch_pb
+    from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
+    from vime_buffer.values import Failure, Outcome
+
+    for blocked in Blocked:
+        name = "UNSPECIFIED" if blocked is Blocked.NOT else blocked.name
+        assert prompt_pb.BlockReason.Name(blocked) == f"BLOCK_REASON_{name}"
+    for failure in Failure:
+        assert prompt_pb.FailureClass.Name(failure) == f"FAILURE_CLASS_{failure.name}"
+    for outcome in Outcome:
+        assert batch_pb.StepOutcome.Name(outcome) == f"STEP_OUTCOME_{outcome.name}"

@@ -1,0 +1,378 @@
+"""A state machine of buffer, trainer and workers, in which anything may die, expire or be said twice at any point.
+
+Whatever the order of events: both laws hold after each of them, nothing is trained twice or lost, staleness stays
+within k, a rewind gives the same batches again, and every accepted configuration reaches the end of its data.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from vime_buffer import leases
+from vime_buffer.testing import RUN_ID, Desk, table, write_prompts
+from vime_buffer.values import Blocked, Failure, Outcome, State, Version
+from vime_service.clock import ManualClock
+from vime_service.errors import FailedPrecondition, LeaseLost, ResumeOutOfRange, VimeError
+
+PROMPTS = 14
+EVAL_PROMPTS = 2
+EVAL = "eval/heldout"
+TTL = 60
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The buffer is real; the trainer and the workers are played here, with what they would remember."""
+
+    desk: Desk
+
+    def __init__(self):
+        super().__init__()
+        memory = Path("/dev/shm")
+        self.folder = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
+        self.clock = ManualClock()
+        self.held = []  # leases that a worker works on
+        self.past = []  # inserts that were acked: they may be sent again
+        self.batches = {}  # step -> ids, as the trainer got them; those after a rewind must be the same
+        self.completed = 0
+        self.leased = 0
+        self.published = 0
+        self.oldest_kept = 0
+        self.incarnation = 0
+        self.left = {}  # ids that were dropped or given up, with the reason
+        self.rewound_surplus = 0
+
+    # -------------------------------------------------------------- set-up
+
+    @initialize(
+        k=st.sampled_from([0, 1, 3]),
+        groups_per_step=st.integers(1, 3),
+        interval=st.integers(1, 4),
+        selector=st.sampled_from(["admission_order", "ready_first"]),
+        attempts=st.integers(1, 3),
+        epochs=st.integers(1, 2),
+        shuffle=st.booleans(),
+        evals=st.booleans(),
+        hold=st.booleans(),
+    )
+    def configure(self, k, groups_per_step, interval, selector, attempts, epochs, shuffle, evals, hold):
+        self.k, self.gps, self.interval = k, groups_per_step, min(interval, k + 1)
+        self.selector = selector
+        self.tables = [
+            table(
+                write_prompts(self.folder / "train.jsonl", PROMPTS),
+                source={"epochs": epochs, "shuffle": shuffle},
+                samples_per_prompt=1,
+                groups_per_step=groups_per_step,
+                max_staleness=k,
+                publish_interval=self.interval,
+                selector=selector,
+                max_attempts=attempts,
+            )
+        ]
+        if evals:
+            self.tables.append(
+                table(
+                    write_prompts(self.folder / "heldout.jsonl", EVAL_PROMPTS, first=99),
+                    name=EVAL,
+                    eval_interval=2,
+                    eval_hold=hold,
+                    max_attempts=attempts,
+                )
+            )
+        self.all_ids = {f"train/train:{epoch}:{index}" for epoch in range(epochs) for index in range(PROMPTS)}
+        self.open_buffer()
+        self.resume(0)
+
+    def open_buffer(self):
+        self.desk = Desk(self.folder / "ledger", self.tables, self.clock, segment_bytes=4096)
+        self.desk.incarnation = self.incarnation
+
+    def resume(self, step, **options):
+        opened = self.desk.open(step, **options)
+        assert opened.incarnation > self.incarnation, "incarnations rise"
+        self.incarnation = opened.incarnation
+        self.desk.announce(step)
+        self.completed = self.leased = self.published = step
+        for later in [s for s in self.batches if s > opened.last_ledger_step]:
+            del self.batches[later]
+        counts = self.desk.counts()
+        self.rewound_surplus = counts.stored
+
+    # -------------------------------------------------------------- workers
+
+    @rule(wanted=st.integers(1, 8))
+    def lease(self, wanted):
+        answer = self.desk.lease(wanted)
+        for lease in answer.leases:
+            if lease.exact:
+                assert lease.fence.incarnation == self.incarnation or lease.fence.step <= self.completed
+            else:
+                assert lease.fence == Version(RUN_ID, self.incarnation, self.published)
+            assert lease.group_id not in self.left
+        self.held += answer.leases
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), newer=st.booleans())
+    def insert(self, data, newer):
+        lease = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        version = lease.fence
+        if newer and not lease.exact and lease.fence.incarnation == self.incarnation:
+            version = Version(RUN_ID, self.incarnation, self.published)
+        with suppress(LeaseLost):
+            self.desk.insert(lease, version)
+            self.past.append((lease, version))
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def insert_again(self, data):
+        """A retry after an answer that got lost: present, or superseded, never a second copy."""
+        lease, version = data.draw(st.sampled_from(self.past))
+        before = self.desk.counts(lease.table).inserted
+        with suppress(LeaseLost):
+            assert self.desk.insert(lease, version)
+        assert self.desk.counts(lease.table).inserted == before
+
+    @precondition(lambda self: any(not lease.exact for lease in self.held))
+    @rule(data=st.data())
+    def drop(self, data):
+        lease = data.draw(st.sampled_from([lease for lease in self.held if not lease.exact]))
+        self.held.remove(lease)
+        with suppress(LeaseLost):
+            self.desk.insert(lease, drop="zero_std")
+            self.left[lease.group_id] = "zero_std"
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), failure=st.sampled_from([Failure.GENERATION, Failure.SHUTDOWN]), twice=st.booleans())
+    def fail(self, data, failure, twice):
+        lease = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        work = lambda ledger: leases.fail_prompt(ledger, lease.lease_id, failure, "")  # noqa: E731
+        with suppress(LeaseLost):
+            given_up = self.desk.call(work)
+            if twice:
+                assert self.desk.call(work) == given_up
+        self.note_given_up()
+
+    @rule(seconds=st.sampled_from([1, TTL // 2, TTL]))
+    def time_passes(self, seconds):
+        self.clock.advance(seconds)
+        self.desk.call(lambda ledger: None)
+        self.note_given_up()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def keep_alive(self):
+        ids = [lease.lease_id for lease in self.held]
+        lost, _ = self.desk.call(lambda ledger: leases.keep_alive(ledger, ids))
+        self.held = [lease for lease in self.held if lease.lease_id not in lost]
+
+    def note_given_up(self):
+        rows = self.desk.call(
+            lambda ledger: ledger.db.all(
+                "SELECT group_id FROM groups WHERE state = ? AND eval_step IS NULL", State.GIVEN_UP
+            )
+        )
+        self.left |= {row["group_id"]: "given up" for row in rows}
+
+    # -------------------------------------------------------------- trainer
+
+    @rule()
+    def lease_batch(self):
+        self.try_batch()
+
+    def try_batch(self):
+        step = self.leased + 1
+        try:
+            answer = self.desk.batch(step)
+        except FailedPrecondition as error:
+            if "in a row" not in error.message:
+                raise
+            return None
+        if answer.blocked is not Blocked.NOT:
+            return answer
+        ids = [group.group_id for group in answer.groups]
+        assert all(group.staleness <= self.k for group in answer.groups), "nothing is older than k"
+        assert not set(ids) & set(self.left), "what was dropped or given up is not trained"
+        earlier = {group_id for s, batch in self.batches.items() if s < step for group_id in batch}
+        assert not set(ids) & earlier, "nothing is trained twice"
+        if answer.replayed:
+            assert ids == self.batches[step], "a replayed batch is the batch"
+        else:
+            assert step not in self.batches, "a batch in the ledger is never chosen anew"
+            assert len(ids) == self.gps or self.data_ended(), "a batch is whole until the data ends"
+        self.batches[step] = ids
+        self.leased = step
+        return answer
+
+    def data_ended(self):
+        return len(self.admitted()) == len(self.all_ids)
+
+    def admitted(self):
+        rows = self.desk.call(
+            lambda ledger: ledger.db.all(
+                "SELECT group_id, admission FROM groups WHERE eval_step IS NULL ORDER BY admission"
+            )
+        )
+        return [row["group_id"] for row in rows]
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def lease_batch_again(self, data):
+        if self.leased > self.completed:
+            step = data.draw(st.integers(self.completed + 1, self.leased))
+            answer = self.desk.batch(step)
+            assert [group.group_id for group in answer.groups] == self.batches[step]
+
+    @precondition(lambda self: self.leased > self.completed)
+    @rule(skipped=st.booleans(), twice=st.booleans())
+    def complete(self, skipped, twice):
+        self.do_complete(skipped)
+        if twice:
+            self.desk.complete(
+                self.completed,
+                Outcome.SKIPPED if skipped else Outcome.TRAINED,
+                publish=self.published == self.completed,
+            )
+
+    def do_complete(self, skipped):
+        step = self.completed + 1
+        trained = self.trained_since_publish + (not skipped)
+        publish = not skipped and trained >= self.interval
+        outcome = Outcome.SKIPPED if skipped else Outcome.TRAINED
+        self.desk.complete(step, outcome, publish=publish)
+        self.completed = step
+        self.skipped = {s for s in self.skipped if s < step} | ({step} if skipped else set())
+        if publish:
+            self.published = step
+
+    skipped: set[int] = frozenset()
+
+    @property
+    def trained_since_publish(self):
+        return sum(1 for step in range(self.published + 1, self.completed + 1) if step not in self.skipped)
+
+    @precondition(lambda self: self.completed > self.oldest_kept)
+    @rule(data=st.data())
+    def checkpoint(self, data):
+        oldest = data.draw(st.integers(self.oldest_kept, self.completed))
+        self.desk.checkpoint(self.completed, oldest)
+        self.oldest_kept = oldest
+
+    # -------------------------------------------------------------- deaths
+
+    @rule(torn=st.binary(max_size=40))
+    def buffer_dies(self, torn):
+        """Acked operations are on disk; of others there may be half a record behind the last segment."""
+        self.desk.close()
+        files = sorted((self.folder / "ledger" / "segments").glob("*.seg"))
+        if files:
+            with files[-1].open("ab") as file:
+                file.write(torn)
+        self.open_buffer()
+
+    @rule(data=st.data())
+    def trainer_dies(self, data):
+        newest = max([self.completed, *self.batches], default=0)
+        resume = data.draw(st.integers(self.oldest_kept, newest))
+        self.resume(resume)
+
+    @precondition(lambda self: self.oldest_kept > 0)
+    @rule(data=st.data())
+    def an_old_checkpoint_is_used(self, data):
+        resume = data.draw(st.integers(0, self.oldest_kept - 1))
+        try:
+            self.desk.open(resume)
+            raise AssertionError("a step whose payloads are gone was accepted")
+        except ResumeOutOfRange:
+            pass
+        self.resume(resume, regenerate=True)
+
+    # -------------------------------------------------------------- always
+
+    @invariant()
+    def slots_are_never_overdrawn(self):
+        if not hasattr(self, "desk"):
+            return
+        counts = self.desk.counts()
+        taken = counts.open + counts.stored + counts.leased
+        self.rewound_surplus = min(self.rewound_surplus, counts.stored + counts.leased + counts.open)
+        assert taken <= max((self.k + 1) * self.gps, self.rewound_surplus + self.refilling())
+
+    def refilling(self):
+        return self.desk.call(
+            lambda ledger: ledger.db.value(
+                "SELECT count(*) FROM groups WHERE train_step IS NOT NULL AND state IN (0, 1, 2)"
+            )
+        )
+
+    @invariant()
+    def order_is_kept(self):
+        """In admission order everything before the last trained prompt is trained, or left for a stated reason."""
+        if not hasattr(self, "desk") or self.selector != "admission_order":
+            return
+        trained = [group_id for step in sorted(self.batches) for group_id in self.batches[step]]
+        admitted = self.admitted()
+        assert trained == [group_id for group_id in admitted if group_id in set(trained)]
+        if trained:
+            before = admitted[: admitted.index(trained[-1])]
+            assert set(before) <= set(trained) | set(self.left)
+
+    # -------------------------------------------------------------- liveness
+
+    def teardown(self):
+        try:
+            if hasattr(self, "desk"):
+                self.run_to_the_end()
+                self.desk.close()
+        finally:
+            shutil.rmtree(self.folder)
+
+    def run_to_the_end(self):
+        """From here on workers and trainer do their work: the data must end, with every prompt accounted for."""
+        self.clock.advance(TTL)
+        self.resume(self.completed)
+        for _ in range(400):
+            for lease in self.desk.lease().leases:
+                self.desk.insert(lease)
+            self.note_given_up()
+            answer = self.try_batch()
+            if answer is not None and answer.blocked is Blocked.END_OF_DATA:
+                break
+            if self.leased > self.completed:
+                self.do_complete(skipped=False)
+        else:
+            raise AssertionError(f"no end of data: {answer}")
+        trained = [group_id for batch in self.batches.values() for group_id in batch]
+        assert len(trained) == len(set(trained)), "doubled"
+        assert set(trained) | set(self.left) == self.all_ids, "lost"
+
+
+def test_anything_may_die_at_any_point():
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=int(os.environ.get("VIME_MODEL_EXAMPLES", "25")),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_every_error_of_the_ledger_is_typed():
+    """The machine suppresses LeaseLost alone; anything else that a call raises would end it."""
+    assert issubclass(LeaseLost, VimeError)

@@ -1,0 +1,128 @@
+"""Disks that fail: a typed error, older data intact, and a service that goes on."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+import pytest
+
+from vime_buffer import views
+from vime_buffer.schema import Database
+from vime_buffer.values import Blocked
+from vime_service.errors import DataLoss, StorageFailed
+
+
+def fail_with(number, message):
+    def call(*_):
+        raise OSError(number, message)
+
+    return call
+
+
+def test_a_disk_that_is_full_refuses_the_insert_and_takes_it_later(make_desk, monkeypatch):
+    desk = make_desk()
+    desk.begin()
+    first, second = desk.lease().leases
+    desk.insert(first)
+    monkeypatch.setattr(os, "pwrite", fail_with(28, "No space left on device"))
+    with pytest.raises(StorageFailed) as caught:
+        desk.insert(second)
+    assert caught.value.retry_after
+    assert "segment-" in caught.value.metadata["path"]
+    monkeypatch.undo()
+    assert not desk.insert(second)
+    assert len(desk.batch(1).groups) == 2
+
+
+def test_a_sync_that_fails_acks_nothing_and_the_retry_is_stored_once(make_desk, monkeypatch):
+    desk = make_desk()
+    desk.begin()
+    first, second = desk.lease().leases
+    desk.insert(first)
+    monkeypatch.setattr(os, "fdatasync", fail_with(5, "Input/output error"))
+    with pytest.raises(StorageFailed):
+        desk.insert(second)
+    assert desk.counts().inserted == 1
+    monkeypatch.undo()
+    assert not desk.insert(second)
+    groups = [group.group_id for group in desk.batch(1).groups]
+    places = desk.call(lambda ledger: views.group_places(ledger.db, groups))
+    assert len([desk.ledger.segments.read(place) for place in places]) == 2
+
+
+def test_a_commit_that_fails_undoes_everything_and_leases_keep_their_holders(make_desk, monkeypatch):
+    desk = make_desk()
+    desk.begin()
+    first, second = desk.lease().leases
+
+    def no_commit(self):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Database, "commit", no_commit)
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="database or disk is full; older data is intact"):
+            desk.writer.submit(lambda ledger: ledger.bump(1, "inserted")).result(10)
+    monkeypatch.undo()
+    assert desk.counts().inserted == 0
+    assert not desk.insert(first)
+    assert not desk.insert(second)
+
+
+def test_one_refused_operation_does_not_spoil_the_others_of_its_batch(make_desk):
+    desk = make_desk()
+
+    def refuse(ledger):
+        ledger.bump(1, "inserted", n=50)
+        raise StorageFailed("no")
+
+    def bug(ledger):
+        ledger.bump(1, "inserted", n=50)
+        raise ZeroDivisionError
+
+    def good(ledger):
+        ledger.bump(1, "requeued", n=1)
+        ledger.bump(1, "drawn", n=1)
+        return "done"
+
+    futures = [desk.writer.submit(work) for work in (good, refuse, good, bug, good)]
+    assert [futures[n].result(10) for n in (0, 2, 4)] == ["done"] * 3
+    assert isinstance(futures[1].exception(10), StorageFailed)
+    assert isinstance(futures[3].exception(10), ZeroDivisionError)
+    assert (desk.counts().drawn, desk.counts().inserted) == (3, 0)
+
+
+def test_a_damaged_database_is_named_at_start(make_desk, ledger_dir):
+    make_desk().close()
+    path = ledger_dir / "ledger" / "ledger.sqlite"
+    path.write_bytes(b"this is no database" * 300)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    with pytest.raises(DataLoss, match=r"ledger.sqlite is damaged or no ledger"):
+        make_desk()
+
+
+def test_a_ledger_of_a_later_schema_is_not_touched(make_desk, ledger_dir):
+    make_desk().close()
+    connection = sqlite3.connect(ledger_dir / "ledger" / "ledger.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(DataLoss, match="has schema 99; this version reads schema 1"):
+        make_desk()
+
+
+def test_payloads_that_vanished_are_damage_of_those_groups_only(make_desk):
+    desk = make_desk(40, options={"segment_bytes": 4096})
+    desk.begin()
+    for lease in desk.lease().leases:
+        desk.insert(lease, payload=b"x" * 3000)
+    lost, kept = [group.group_id for group in desk.batch(1).groups]
+    (desk.folder / "segments" / "segment-00000001.seg").unlink()
+    desk.close()
+    desk = make_desk(40, options={"segment_bytes": 4096})
+    places = desk.call(lambda ledger: views.group_places(ledger.db, [lost, kept]))
+    with pytest.raises(DataLoss) as caught:
+        desk.ledger.segments.read(places[0])
+    assert caught.value.metadata["segment"] == "segment-00000001.seg"
+    assert desk.ledger.segments.read(places[1]) == b"x" * 3000
+    assert desk.batch(1).blocked is Blocked.NOT

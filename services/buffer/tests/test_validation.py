@@ -1,0 +1,234 @@
+"""What InsertGroup refuses. K02: token/logprob alignment; K04: routing rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from vime_buffer.content import GroupContent, GroupRules, RouteSegment, RouteTrace, SampleContent, Span
+from vime_buffer.digests import payload_digest
+from vime_buffer.validation import check_group
+from vime_buffer.values import Version
+from vime_service.errors import BadRoutingTrace, DigestMismatch, InvalidArgument, LengthMismatch
+
+V = Version("run", 1, 3)
+RULES = GroupRules(run_id="run", num_samples=1, require_routes=False)
+
+
+def trace(rows, *, first=0, layers=3, top_k=2, experts=8, data=None, **changes):
+    item = 1 if experts <= 256 else 2
+    data = bytes(rows * layers * top_k * item) if data is None else data
+    segment = RouteSegment(
+        first_token=first,
+        rows=rows,
+        version=V,
+        source_known=True,
+        dtype="UINT8" if item == 1 else "UINT16",
+        shape=(rows, layers, top_k),
+        digest=payload_digest(data).hex(),
+        inline=data,
+    )
+    return RouteTrace([dataclasses.replace(segment, **changes)], list(range(1, layers + 1)), experts)
+
+
+def sample(index=0, *, prompt=4, response=3, **changes):
+    base = SampleContent(
+        group_id="g",
+        sample_index=index,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        loss_mask_length=0,
+        logprobs=[-0.5] * response,
+        spans=[Span(0, V)] if response else [],
+        routes=None,
+        finish_reason="STOP",
+        status="COMPLETED",
+        reward=1.0,
+        unscored_reason="",
+        trajectory_id="",
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def group(*samples):
+    return GroupContent("g", 0, "train", "p", samples or (sample(),))
+
+
+def refusal(kind, rules, *samples):
+    with pytest.raises(kind) as caught:
+        check_group(group(*samples), rules)
+    return caught.value
+
+
+def test_a_good_group_gives_its_facts():
+    old = Version("run", 1, 2)
+    facts = check_group(
+        group(
+            sample(0, reward=True, spans=[Span(0, old), Span(2, V)]),
+            sample(1, reward=3, status="TRUNCATED", finish_reason="LENGTH"),
+            sample(2, reward=None, unscored_reason="RAISED"),
+        ),
+        GroupRules("run", 3, require_routes=False),
+    )
+    assert facts.sample_tokens == (7, 7, 7)
+    assert (facts.response_tokens, facts.truncated, facts.rewards) == (9, 1, (True, 3))
+    assert (facts.oldest, facts.newest) == (old, V)
+
+
+# ------------------------------------------------------------------ K02
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_k02_five_tokens_with_four_or_six_logprobs_name_both_lengths(count):
+    error = refusal(LengthMismatch, RULES, sample(response=5, logprobs=[-0.1] * count))
+    assert "5 response_token_ids" in error.message
+    assert f"{count} rollout_logprobs" in error.message
+    assert error.metadata == {"field": "samples[0].rollout_logprobs", "expected": "5", "actual": str(count)}
+
+
+@pytest.mark.parametrize("value", [0.001, math.nan, -math.inf, math.inf])
+def test_k02_a_value_that_is_no_logprob_is_refused_with_its_position(value):
+    error = refusal(InvalidArgument, RULES, sample(logprobs=[-1.0, value, -1.0]))
+    assert error.metadata["index"] == "1"
+    assert "rollout_logprobs[1]" in error.message
+
+
+def test_zero_is_a_logprob():
+    check_group(group(sample(logprobs=[0.0, -0.0, -1e30])), RULES)
+
+
+def test_a_loss_mask_is_whole_or_absent():
+    check_group(group(sample(loss_mask_length=3)), RULES)
+    assert refusal(LengthMismatch, RULES, sample(loss_mask_length=2)).metadata["field"] == "samples[0].loss_mask"
+
+
+# ------------------------------------------------------------------ K04: prompt 4 ids, 3 new tokens: 6 rows
+
+
+ROUTED = GroupRules(run_id="run", num_samples=1, require_routes=True)
+
+
+def test_k04_six_rows_of_three_layers_pass():
+    check_group(group(sample(routes=trace(6))), ROUTED)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 8])
+def test_k04_short_and_long_traces_name_expected_and_actual(rows):
+    error = refusal(BadRoutingTrace, ROUTED, sample(routes=trace(rows)))
+    assert (error.metadata["expected"], error.metadata["actual"]) == ("6", str(rows))
+    assert f"{rows} rows for 6 consumed tokens" in error.message
+
+
+def test_k04_absent_rows_are_refused_for_a_whole_group_and_for_one_of_four():
+    error = refusal(BadRoutingTrace, ROUTED, sample())
+    assert (error.metadata["expected"], error.metadata["actual"]) == ("6", "0")
+    rules = dataclasses.replace(ROUTED, num_samples=4)
+    samples = [sample(index, routes=None if index == 2 else trace(6)) for index in range(4)]
+    assert refusal(BadRoutingTrace, rules, *samples).metadata["field"] == "samples[2].routed_experts"
+
+
+def test_k04_absent_rows_are_fine_where_no_routes_are_asked_for_or_nothing_can_be_trained():
+    check_group(group(sample()), RULES)
+    aborted = sample(status="ABORTED", finish_reason="ABORT", reward=None, unscored_reason="NO_RESPONSE")
+    check_group(group(aborted), ROUTED)
+
+
+def two_segments(first_rows, second_first, second_rows):
+    return RouteTrace([trace(first_rows).segments[0], trace(second_rows, first=second_first).segments[0]], [1, 2, 3], 8)
+
+
+def test_segments_that_join_pass_and_gaps_and_overlaps_are_named():
+    check_group(group(sample(routes=two_segments(4, 4, 2))), ROUTED)
+    for first in (3, 5):
+        error = refusal(BadRoutingTrace, ROUTED, sample(routes=two_segments(4, first, 2)))
+        assert error.metadata["field"] == "samples[0].routed_experts.segments[1]"
+        assert (error.metadata["expected"], error.metadata["actual"]) == ("4", str(first))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "what"),
+    [
+        ({"shape": (6, 2, 2)}, BadRoutingTrace, "shape"),
+        ({"shape": (6, 3)}, BadRoutingTrace, "shape"),
+        ({"shape": (6, 3, 9)}, BadRoutingTrace, "shape"),
+        ({"shape": (6, 3, 2**40)}, BadRoutingTrace, "shape"),  # a claim is checked before anything is allocated
+        ({"shape": (6, 3, 3)}, BadRoutingTrace, "36 bytes, its shape says 54"),
+        ({"dtype": "UINT16"}, InvalidArgument, "8 experts go as UINT8"),
+        ({"dtype": ""}, InvalidArgument, "of no dtype"),
+        ({"source_known": False}, InvalidArgument, "source"),
+        ({"version": Version("other", 1, 3)}, InvalidArgument, 'of run "other"'),
+        ({"digest": "0" * 32}, DigestMismatch, "digest"),
+        ({"inline": None, "handle_bytes": 36, "handle_key": "../x"}, InvalidArgument, "never go up"),
+        ({"inline": None, "handle_bytes": 36, "handle_key": "/etc/x"}, InvalidArgument, "relative"),
+        ({"inline": None, "handle_bytes": 35, "handle_key": "a/b"}, BadRoutingTrace, "35 bytes"),
+    ],
+)
+def test_a_segment_that_lies_about_itself_is_refused(changes, kind, what):
+    assert what in refusal(kind, ROUTED, sample(routes=trace(6, **changes))).message
+
+
+def test_a_handle_that_says_the_truth_passes():
+    check_group(group(sample(routes=trace(6, inline=None, handle_bytes=36, handle_key="routes/g.bin"))), ROUTED)
+
+
+@pytest.mark.parametrize(("experts", "highest"), [(8, 8), (8, 255), (300, 300), (300, 65535)])
+def test_an_expert_that_does_not_exist_is_named(experts, highest):
+    item = 1 if experts <= 256 else 2
+    data = bytearray(6 * 3 * 2 * item)
+    data[-item:] = highest.to_bytes(item, "little")
+    error = refusal(BadRoutingTrace, ROUTED, sample(routes=trace(6, experts=experts, data=bytes(data))))
+    assert f"expert {highest} of {experts}" in error.message
+
+
+def test_samples_of_one_group_agree_about_the_model():
+    rules = dataclasses.replace(ROUTED, num_samples=2)
+    error = refusal(BadRoutingTrace, rules, sample(routes=trace(6)), sample(1, routes=trace(6, experts=16)))
+    assert "disagree" in error.message
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_the_number_of_samples_is_the_lease_s_and_forks_count_once():
+    rules = GroupRules("run", 2, require_routes=False)
+    error = refusal(LengthMismatch, rules, sample())
+    assert (error.metadata["expected"], error.metadata["actual"]) == ("2", "1")
+    check_group(group(sample(0, trajectory_id="t"), sample(1, trajectory_id="t"), sample(2)), rules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"group_id": "h"}, "group_id"),
+        ({"sample_index": 1}, "sample_index"),
+        ({"status": ""}, "status"),
+        ({"finish_reason": ""}, "finish_reason"),
+        ({"prompt_tokens": 0}, "prompt_token_ids"),
+        ({"spans": []}, "version_spans"),
+        ({"spans": [Span(1, V)]}, "version_spans"),
+        ({"spans": [Span(0, V), Span(0, V)]}, "version_spans"),
+        ({"spans": [Span(0, V), Span(3, V)]}, "version_spans"),
+        ({"spans": [Span(0, Version("other", 1, 3))]}, "version_spans"),
+        ({"response_tokens": 0, "logprobs": []}, "version_spans"),
+        ({"reward": math.nan}, "reward"),
+        ({"reward": math.inf}, "reward"),
+        ({"reward": None}, "unscored_reason"),
+        ({"unscored_reason": "RAISED"}, "unscored_reason"),
+    ],
+)
+def test_every_wrong_field_is_named(changes, field):
+    error = refusal(InvalidArgument, RULES, sample(**changes))
+    assert error.metadata["field"] == f"samples[0].{field}"
+
+
+def test_a_failed_sample_needs_no_tokens_and_an_empty_response_no_version():
+    failed = sample(prompt=0, response=0, status="FAILED", finish_reason="", reward=None, unscored_reason="NO_RESPONSE")
+    assert check_group(group(failed), RULES).oldest is None
+
+
+def test_sft_groups_have_no_logprobs_but_never_half_of_them():
+    rules = dataclasses.replace(RULES, needs_logprobs=False)
+    check_group(group(sample(logprobs=[], spans=[])), rules)
+    refusal(LengthMismatch, rules, sample(logprobs=[-0.5]))
