@@ -197,6 +197,31 @@ async def test_a_dead_engine_costs_at_most_three_calls_a_retry_and_comes_back_wi
     assert await answers(harness, ask, 9) == {"e0": 3, "e1": 3, "e2": 3}
 
 
+async def test_an_engine_that_is_slow_to_take_a_connection_has_not_failed(harness: Any, ask: Any) -> None:
+    engine = FakeEngine("e0", served=version(1))
+    await engine.start()
+    harness.stack.push_async_callback(engine.kill)
+    host, port = engine.info.address.split(":")
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)  # a busy process: the kernel accepts, nobody speaks HTTP/2 yet
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pipe(reader, upstream_writer), pipe(upstream_reader, writer))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as front:
+        engine.info.address = f"127.0.0.1:{front.sockets[0].getsockname()[1]}"
+        async with engine.beating(harness.channel):
+            assert await answers(harness, ask, 1) == {"e0": 1}
+            assert (await harness.engines())["e0"].faults == 0
+            harness.router.links.end(harness.router.fleet.seat("e0")[0].report, "test")
+            await asyncio.sleep(0.1)
+
+
 async def test_with_one_engine_loaded_new_calls_go_to_the_others_until_counts_level(harness: Any, ask: Any) -> None:
     engines = [FakeEngine(f"e{i}", served=version(1), script=Script(silent_seconds=60)) for i in range(3)]
     await harness.join(engines[0])

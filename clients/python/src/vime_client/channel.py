@@ -75,7 +75,8 @@ def channel_options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         # gRPC's own 1 s to 120 s would leave a restarted service unused for minutes.
         ("grpc.initial_reconnect_backoff_ms", round(settings.initial_backoff_s * 1000)),
-        ("grpc.min_reconnect_backoff_ms", round(settings.initial_backoff_s * 1000)),
+        # Despite its name the time one attempt to connect may take; it does not slow reconnecting down.
+        ("grpc.min_reconnect_backoff_ms", round(settings.connect_timeout_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", round(settings.max_backoff_s * 1000)),
         ("grpc.enable_retries", int(settings.max_attempts > 1)),
     ]

@@ -43,6 +43,8 @@ class ChannelSettings(ConfigModel):
     """First wait between attempts; doubles each time, with jitter."""
     max_backoff_s: Seconds = 2.0
     """Longest wait between attempts, and between attempts to connect."""
+    connect_timeout_s: Seconds = 5.0
+    """How long one attempt to connect may take; a busy peer needs a while for its first HTTP/2 frame."""
     keepalive_s: Seconds = 20.0
     """A ping after this much silence finds a connection that is half open."""
     keepalive_timeout_s: Seconds = 10.0
