@@ -140,41 +140,45 @@ def sample_maker() -> Callable[..., Sample]:
     return make_sample
 
 
+def launch(scratch: Path, world: int, code: str, values: dict[str, Any]) -> list[Any]:
+    """Run `code` in `world` new processes that form one process group; each assigns JSON to `result`."""
+    script = scratch / "ranks.py"
+    script.write_text(PREAMBLE + code + "\n" + EPILOGUE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
+    common = os.environ | {"PYTHONPATH": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    outs = [scratch / f"result{rank}.json" for rank in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), json.dumps(values, default=str), str(out)],
+            env=common | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        errors = [process.communicate(timeout=150)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{error[-3000:]}"
+    return [json.loads(out.read_text()) for out in outs]
+
+
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """run_ranks(world, code, **names): run `code` in `world` new processes that form one process group.
+    """run_ranks(world, code, **names): the code sees `rank`, `world`, `names`, `make_sample`; results come by rank."""
+    return lambda world, code, **values: launch(tmp_path, world, code, values)
 
-    The code sees `rank`, `names`, `make_sample` and ends by assigning JSON to `result`; the results come back by rank.
-    """
 
-    def run(world: int, code: str, **values: Any) -> list[Any]:
-        script = tmp_path / "ranks.py"
-        script.write_text(PREAMBLE + code + "\n" + EPILOGUE)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        here = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
-        common = os.environ | {"PYTHONPATH": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        outs = [tmp_path / f"result{rank}.json" for rank in range(world)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(script), json.dumps(values, default=str), str(out)],
-                env=common | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, out in enumerate(outs)
-        ]
-        try:
-            errors = [process.communicate(timeout=150)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
-            assert process.returncode == 0, f"rank {rank}:\n{error[-3000:]}"
-        return [json.loads(out.read_text()) for out in outs]
-
-    return run
+@pytest.fixture(scope="module")
+def module_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """`run_ranks` for fixtures that a whole module shares."""
+    return lambda world, code, **values: launch(tmp_path_factory.mktemp("ranks"), world, code, values)
 
 
 PREAMBLE = """

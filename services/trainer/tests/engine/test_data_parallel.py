@@ -9,70 +9,78 @@ import pytest
 pytestmark = pytest.mark.engine
 Ranks = Callable[..., list[Any]]
 
-TRAIN = """
-engine = Engine.from_hf(names["model"], EngineConfig(
-    micro_batch_tokens=names["budget"],
-    optimizer=OptimizerConfig(lr=1e-2, distributed=names["distributed"]),
-))
-lengths = names["lengths"]
-def sample(i, n):
-    trajectory = f"t{i // 2}" if names["trajectories"] else ""
-    return make_sample(4, n, seed=i, advantages=per_token(float(i + 1), n), trajectory_id=trajectory)
-batch = [sample(i, n) for i, n in enumerate(lengths)]
-mine = batch[rank::world] if names["spread"] else (batch if rank == 0 else [])
-loss = PolicyLoss(PolicyLossConfig(reducer=names["reducer"]))
-steps = []
-for _ in range(3):
-    r = engine.train_step(mine, loss, mini_batches=names["mini_batches"])
-    steps.append([r.loss, r.grad_norm, r.metrics["ppo_kl"] or 0.0, r.metrics["train_rollout_logprob_abs_diff"] or 0.0])
-scores = {s.sample_index: x.tolist() for s, x in zip(mine, engine.score(mine))}
-result = {"steps": steps, "trained": r.trained, "taken": r.steps_taken, "scores": scores,
-          "sums": [t.double().sum().item() for _, t in engine.export()]}
-"""
-CASE: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "budget": 16,
     "distributed": True,
     "spread": True,
     "reducer": "token_mean",
     "mini_batches": 1,
-    "trajectories": "",
+    "forked": False,
 }
+CASES: dict[str, dict[str, Any]] = {
+    "seven": {"lengths": [1, 2, 3, 4, 5, 6, 7]},
+    "three, unsharded": {"lengths": [7, 1, 4], "distributed": False},
+    "one": {"lengths": [3]},
+    "all on rank 0": {"lengths": [2, 5, 3], "spread": False},
+    "forked": {"lengths": [1, 2, 3, 4, 5, 6, 7], "reducer": "sequence_mean", "forked": True, "budget": 4096},
+}
+TRAIN = """
+def train(case):
+    optimizer = OptimizerConfig(lr=1e-2, distributed=case["distributed"])
+    engine = Engine.from_hf(names["model"], EngineConfig(micro_batch_tokens=case["budget"], optimizer=optimizer))
+
+    def sample(i, n):
+        trajectory = f"t{i // 2}" if case["forked"] else ""
+        return make_sample(4, n, seed=i, advantages=per_token(float(i + 1), n), trajectory_id=trajectory)
+
+    batch = [sample(i, n) for i, n in enumerate(case["lengths"])]
+    mine = batch[rank::world] if case["spread"] else (batch if rank == 0 else [])
+    loss = PolicyLoss(PolicyLossConfig(reducer=case["reducer"]))
+    steps = []
+    for _ in range(3):
+        r = engine.train_step(mine, loss, mini_batches=case["mini_batches"])
+        metrics = [r.metrics[n] or 0.0 for n in ("ppo_kl", "train_rollout_logprob_abs_diff")]
+        steps.append([r.loss, r.grad_norm, *metrics])
+    scores = {s.sample_index: x.tolist() for s, x in zip(mine, engine.score(mine))}
+    sums = [t.double().sum().item() for _, t in engine.export()]
+    return {"steps": steps, "trained": r.trained, "taken": r.steps_taken, "scores": scores, "sums": sums}
+
+result = {name: train(case) for name, case in names["cases"].items()}
+"""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"lengths": [1, 2, 3, 4, 5, 6, 7]},
-        {"lengths": [7, 1, 4], "distributed": False},
-        {"lengths": [3]},
-        {"lengths": [2, 5, 3], "spread": False},
-        {"lengths": [1, 2, 3, 4, 5, 6, 7], "reducer": "sequence_mean", "trajectories": "yes", "budget": 4096},
-    ],
-    ids=["seven", "three, unsharded", "one", "all on one", "forked"],
-)
+@pytest.fixture(scope="module")
+def results(module_ranks: Ranks, moe_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All cases, on one rank and on two."""
+    cases = {name: DEFAULTS | case for name, case in CASES.items()}
+    (one,) = module_ranks(1, TRAIN, model=moe_dir, cases=cases)
+    more = cases | {"mini-batches": DEFAULTS | {"lengths": [2, 5, 3], "spread": False, "mini_batches": 3}}
+    return one, module_ranks(2, TRAIN, model=moe_dir, cases=more)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks_give_the_loss_gradient_and_weights_of_one(
-    run_ranks: Ranks, moe_dir: Path, case: dict[str, Any]
+    results: tuple[dict[str, Any], list[dict[str, Any]]], name: str
 ) -> None:
-    job = CASE | case
-    (one,) = run_ranks(1, TRAIN, model=moe_dir, **job)
-    two = run_ranks(2, TRAIN, model=moe_dir, **job)
-    everything = [["g" + str(i), i] for i in range(len(job["lengths"]))]
-    assert sorted(two[0]["trained"] + two[1]["trained"]) == sorted(everything) == sorted(one["trained"])
-    assert two[0]["steps"] == two[1]["steps"]
-    assert two[0]["sums"] == two[1]["sums"]
-    for a, b in zip(one["steps"], two[0]["steps"], strict=True):
-        assert b[:2] == pytest.approx(a[:2], rel=2e-5)
-        assert b[2:] == pytest.approx(a[2:], abs=1e-5)
-    assert two[0]["steps"][0][:2] == pytest.approx(one["steps"][0][:2], rel=1e-6)
-    assert two[0]["sums"] == pytest.approx(one["sums"], abs=2e-3)
-    for index, values in (two[0]["scores"] | two[1]["scores"]).items():
+    one, (first, second) = results[0][name], (rank[name] for rank in results[1])
+    everything = [[f"g{i}", i] for i in range(len(CASES[name]["lengths"]))]
+    assert sorted(first["trained"] + second["trained"]) == everything == sorted(one["trained"])
+    assert first["steps"] == second["steps"]
+    assert first["sums"] == second["sums"]
+    assert first["steps"][0][:2] == pytest.approx(one["steps"][0][:2], rel=1e-6)
+    for a, b in zip(one["steps"], first["steps"], strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+    assert first["sums"] == pytest.approx(one["sums"], abs=2e-3)
+    for index, values in (first["scores"] | second["scores"]).items():
         assert values == pytest.approx(one["scores"][index], abs=1e-3)
 
 
-def test_ranks_without_samples_join_every_mini_batch(run_ranks: Ranks, moe_dir: Path) -> None:
-    two = run_ranks(2, TRAIN, model=moe_dir, **(CASE | {"lengths": [2, 5, 3], "spread": False, "mini_batches": 3}))
-    assert [r["taken"] for r in two] == [3, 3]
-    assert two[0]["sums"] == two[1]["sums"]
+def test_ranks_without_samples_join_every_mini_batch(
+    results: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    first, second = (rank["mini-batches"] for rank in results[1])
+    assert (first["taken"], second["taken"]) == (3, 3)
+    assert first["sums"] == second["sums"]
 
 
 SKIP = """
