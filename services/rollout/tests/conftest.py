@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import pytest_asyncio
 import torch
@@ -145,7 +147,7 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(path: Path, seed: int) -> Any:
+def make_model(path: Path, seed: int, tied: bool = False) -> Any:
     """A random Qwen3-MoE of 3 layers, the middle one dense, fp32, with its tokenizer, saved to `path`."""
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -169,7 +171,7 @@ def make_model(path: Path, seed: int) -> Any:
         bos_token_id=None,
         eos_token_id=258,
         pad_token_id=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = Qwen3MoeForCausalLM(config).float().eval()
     model.generation_config = GenerationConfig(eos_token_id=[258, 256])
@@ -186,11 +188,26 @@ class TinyModel:
     weights: dict[str, torch.Tensor]
     reference: Any
 
+    def logprobs(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logprobs of ids 1 and later, by HF."""
+        with torch.no_grad():
+            rows = self.reference(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+        picked: npt.NDArray[np.float32] = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+        return picked
 
-def tiny_model(path: Path, seed: int) -> TinyModel:
+    def routes(self, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Experts of all ids but the last, by HF, in order of their score: `[n - 1, moe_layers, top_k]`."""
+        with torch.no_grad():
+            logits = self.reference(torch.tensor([list(ids)]), output_router_logits=True).router_logits
+        chosen = [layer.topk(2, dim=-1).indices for layer in logits if layer is not None and layer.shape[-1] == 8]
+        stacked: npt.NDArray[np.uint8] = torch.stack(chosen, dim=1)[: len(ids) - 1].numpy().astype(np.uint8)
+        return stacked
+
+
+def tiny_model(path: Path, seed: int, tied: bool = False) -> TinyModel:
     from safetensors.torch import load_file
 
-    reference = make_model(path, seed)
+    reference = make_model(path, seed, tied)
     return TinyModel(path, load_file(path / "model.safetensors"), reference)
 
 

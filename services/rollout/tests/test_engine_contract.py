@@ -183,7 +183,7 @@ async def test_the_budget_ends_a_response_with_length(engine: Engine) -> None:
 
 async def until_progress(engine: Engine, request_id: str, tokens: int = 3) -> None:
     async with asyncio.timeout(20):
-        while engine.progress().get(request_id, 0) < tokens:  # noqa: ASYNC110  engines have no event for it
+        while engine.progress().get(request_id, 0) < tokens:
             await asyncio.sleep(0.001)
 
 

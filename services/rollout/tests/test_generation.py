@@ -35,7 +35,7 @@ def slow(stack: Stack, seconds: float = 0.002) -> None:
 
 async def until_running(stack: Stack, request_id: str, tokens: int = 5) -> None:
     async with asyncio.timeout(10):
-        while stack.engine.progress().get(request_id, 0) < tokens:  # noqa: ASYNC110  engines have no event for it
+        while stack.engine.progress().get(request_id, 0) < tokens:
             await asyncio.sleep(0.001)
 
 
