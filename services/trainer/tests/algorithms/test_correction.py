@@ -20,6 +20,7 @@ from vime_trainer.algorithms import (
     values,
 )
 from vime_trainer.algorithms.losses import correct
+from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.ranks import simulate
 
 F64 = torch.float64
@@ -29,8 +30,8 @@ def weights(ratios, config, mask=None):
     """w of each token for the given π_o/q."""
     log_BT = torch.tensor(ratios, dtype=F64).log()
     mask_BT = torch.ones_like(log_BT).bool() if mask is None else torch.tensor(mask).bool()
-    made = correct(log_BT - 1.0, torch.full_like(log_BT, -1.0), mask_BT, config)
-    return made.weight_BT.expand(log_BT.shape).tolist()
+    mask = Mask(mask_BT)
+    return mask.zero(correct(mask.zero(log_BT), mask, config).weight_BT.expand(log_BT.shape)).tolist()
 
 
 def test_tis_clamps_the_token_ratio():
@@ -71,7 +72,7 @@ def test_one_catastrophic_token_vetoes_its_sample_only_when_unmasked():
 @pytest.mark.parametrize("gap", [-1e4, -200.0, 200.0, 1e4])
 @pytest.mark.parametrize("config", [tis(), icepop(), mis("sequence"), mis("geometric", "clip")])
 def test_extreme_ratios_give_finite_weights_within_the_bounds(gap, config):
-    made = correct(torch.full((1, 3), gap), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), config)
+    made = correct(torch.full((1, 3), gap), Mask(torch.ones(1, 3)), config)
     assert torch.isfinite(made.weight_BT).all()
     assert made.weight_BT.max() <= config.high
 

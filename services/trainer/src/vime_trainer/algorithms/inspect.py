@@ -30,7 +30,7 @@ from vime_trainer.algorithms.losses import (
 )
 from vime_trainer.algorithms.metrics import Metrics, merge, values
 from vime_trainer.algorithms.ranks import Reduce, simulate
-from vime_trainer.algorithms.reducers import Denominators, denominators
+from vime_trainer.algorithms.reducers import Denominators, denominators, sample_weights
 
 
 def inspect_advantages(data: Any) -> dict[str, Any]:
@@ -64,20 +64,7 @@ def _advantages(document: Document) -> Advantages:
     rows_R = [_rows([b for micro in rank for b in micro]) for rank in document.split]
 
     def rank(rank: int, reduce: Reduce) -> Advantages:
-        rows, columns = rows_R[rank], {}
-        for name in ("old_logprobs_BT", "ref_logprobs_BT", "teacher_logprobs_BT", "values_BT"):
-            column = getattr(inputs, name)
-            columns[name] = None if column is None else column[rows]
-        assert inputs.trajectories is not None  # the document always gives them
-        mine = replace(
-            inputs,
-            rewards_B=inputs.rewards_B[rows],
-            loss_mask_BT=inputs.loss_mask_BT[rows],
-            groups=inputs.groups.rows(rows),
-            trajectories=inputs.trajectories.rows(rows),
-            **columns,
-        )
-        return compute_advantages(mine, document.settings.advantage, reduce)
+        return compute_advantages(inputs.rows(rows_R[rank]), document.settings.advantage, reduce)
 
     parts = simulate(len(document.split), rank)
     back = torch.argsort(torch.cat(rows_R))
@@ -128,6 +115,7 @@ class _Micro:
     rows: Tensor
     output: LossOutput
     tokens: PolicyTokens
+    weight_B: Tensor
 
 
 def _policy_report(document: Document, advantages: Advantages) -> dict[str, Any]:
@@ -141,7 +129,9 @@ def _policy_report(document: Document, advantages: Advantages) -> dict[str, Any]
         outputs = []
         for rows, places in micros:
             mine, shares = batch.rows(rows), counts.rows(places)
-            outputs.append(_Micro(rank, rows, policy_loss(mine, config, shares), policy_tokens(mine, config, shares)))
+            tokens = policy_tokens(mine, config, shares.correction_mean)
+            weight_B = sample_weights(shares, config.reducer, config.fixed_length)
+            outputs.append(_Micro(rank, rows, policy_loss(mine, config, shares), tokens, weight_B))
         return outputs, counts
 
     ranks = simulate(len(document.split), rank)
@@ -200,15 +190,15 @@ def _token_rows(document: Document, micros: Sequence[_Micro], gradient_BT: Tenso
         tokens = micro.tokens
         columns = {
             "ratio": tokens.terms.log_ratio_BT.exp(),
-            "clipped": None if tokens.clipped_BT is None else tokens.clipped_BT.to(tokens.pg_BT.dtype),
+            "clipped": tokens.clipped_BT,
             "correction": tokens.correction_BT,
             "pg_loss": tokens.pg_BT,
             "kl": tokens.kl_BT,
             "entropy": tokens.entropy_BT,
         }
         for place, b in enumerate(micro.rows.tolist()):
-            mask = tokens.terms.mask_BT[place].tolist()[: document.lengths[b]]
-            row: dict[str, Any] = {"id": document.ids[b], "sample_weight": _number(tokens.weight_B[place])}
+            mask = tokens.terms.mask.bool_BT[place].tolist()[: document.lengths[b]]
+            row: dict[str, Any] = {"id": document.ids[b], "sample_weight": _number(micro.weight_B[place])}
             for name, x_BT in columns.items():
                 row[name] = None if x_BT is None else _masked(x_BT[place], mask)
             row["d_loss_d_logprob"] = _cut(gradient_BT, document, b)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vime_trainer.algorithms.tensors import row_sum
+from vime_trainer.algorithms.masking import Mask
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,42 @@ def as_mean(x_B: Tensor, weight_B: Tensor) -> Metric:
     return Metric(torch.where(weight_B > 0, x_B.detach().double() * weight_B, 0.0).sum(), weight_B.sum())
 
 
-class Averager:
-    """Averages per-token quantities the way the loss does: over tokens, or as a mean of per-sample means."""
+class Averages:
+    """Means of per-token quantities, taken as the loss takes them: over tokens, or as a mean of per-sample means.
 
-    def __init__(self, mask_BT: Tensor, over_tokens: bool) -> None:
-        self.mask_BT = mask_BT
-        self.tokens_B = mask_BT.sum(-1)
-        self.over_tokens = over_tokens
+    `add` keeps a sum per sample; `metrics` turns all of them into numbers together, since a dozen metrics of a
+    micro-batch would otherwise cost a dozen times the same small operations.
+    """
 
-    def __call__(self, x_BT: Tensor) -> Metric:
-        """`x_BT` is finite where masked; [B, 1] stands for a value shared by the sample's tokens."""
-        if x_BT.dtype == torch.bool:
-            total_B = (x_BT & self.mask_BT).sum(-1)
-        elif x_BT.shape[-1] == 1 != self.mask_BT.shape[-1]:
-            total_B = x_BT.detach()[:, 0] * self.tokens_B
-        else:
-            total_B = row_sum(x_BT.detach(), self.mask_BT.to(x_BT.dtype))
-        if self.over_tokens:
-            return Metric(total_B.double().sum(), self.tokens_B.double().sum())
-        return as_mean(total_B.double() / self.tokens_B.clamp(min=1), self.tokens_B > 0)
+    def __init__(self, mask: Mask, over_tokens: bool) -> None:
+        self.mask = mask
+        self._over_tokens = over_tokens
+        self._sums: dict[str, Tensor] = {}
+        self._per_sample: set[str] = set()
+
+    def add(self, name: str, x_BT: Tensor, *, zeroed: bool = False, per_sample: bool = False) -> None:
+        """`x_BT` is finite where masked; `zeroed`: it is 0 there, which saves a pass. [B, 1] stands for a value shared
+        by the sample's tokens. `per_sample`: a mean of per-sample means, whatever the loss does.
+        """
+        x_BT = x_BT.detach()
+        self._sums[name] = x_BT.sum(-1) if zeroed else self.mask.sum(x_BT)
+        if per_sample:
+            self._per_sample.add(name)
+
+    def metrics(self) -> Metrics:
+        """All of them; every micro-batch and rank has the same names."""
+        if not self._sums:
+            return {}
+        tokens_B = self.mask.tokens_B
+        has_tokens_B = (tokens_B > 0).double()
+        weights_B2 = torch.stack([has_tokens_B / tokens_B.clamp(min=1), has_tokens_B], dim=1)
+        totals_M2 = torch.stack(list(self._sums.values())).double() @ weights_B2
+        means, sums = totals_M2.unbind(1)
+        samples, tokens = has_tokens_B.sum(), tokens_B.sum()
+        return {
+            name: Metric(mean, samples) if name in self._per_sample or not self._over_tokens else Metric(total, tokens)
+            for name, mean, total in zip(self._sums, means.unbind(), sums.unbind(), strict=True)
+        }
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:

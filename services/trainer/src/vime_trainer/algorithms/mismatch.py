@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import same_shape
 from vime_trainer.algorithms.losses.correction import LOG_BOUND
-from vime_trainer.algorithms.metrics import Averager, Metrics, as_mean
-from vime_trainer.algorithms.tensors import as_mask, row_sum
+from vime_trainer.algorithms.masking import Mask, as_bool
+from vime_trainer.algorithms.metrics import Averages, Metrics, as_mean
 
 
 def mismatch_metrics(
@@ -24,27 +24,23 @@ def mismatch_metrics(
 ) -> Metrics:
     """`train_rollout_logprob_abs_diff`, `mismatch_kl` (k3) and the `mis_*` family. No gradient."""
     same_shape(train_logprobs_BT, rollout_logprobs_BT=rollout_logprobs_BT, loss_mask_BT=loss_mask_BT)
-    mask_BT = as_mask(loss_mask_BT)
-    train_BT = train_logprobs_BT.detach().masked_fill(~mask_BT, 0.0)
-    rollout_BT = rollout_logprobs_BT.detach().masked_fill(~mask_BT, 0.0)
+    mask = Mask(loss_mask_BT)
+    train_BT, rollout_BT = mask.zero(train_logprobs_BT.detach()), mask.zero(rollout_logprobs_BT.detach())
     delta_BT = train_BT - rollout_BT
-    average = Averager(mask_BT, over_tokens)
     k3_BT = torch.expm1(delta_BT) - delta_BT
-    metrics = {
-        "train_rollout_logprob_abs_diff": Averager(mask_BT, over_tokens=False)(delta_BT.abs()),
-        "mismatch_kl": average(k3_BT),
-        "mis_kl": average(-delta_BT),
-        "mis_k3_kl": average(k3_BT),
-        "mis_chi2_token": average((2 * delta_BT).clamp(max=LOG_BOUND).exp() - 1),
-    }
-    return metrics | _sequence_metrics(train_BT, rollout_BT, mask_BT)
+    averages = Averages(mask, over_tokens)
+    averages.add("train_rollout_logprob_abs_diff", delta_BT.abs(), zeroed=True, per_sample=True)
+    averages.add("mismatch_kl", k3_BT, zeroed=True)
+    averages.add("mis_kl", -delta_BT, zeroed=True)
+    averages.add("mis_k3_kl", k3_BT, zeroed=True)
+    averages.add("mis_chi2_token", torch.expm1((2 * delta_BT).clamp(max=LOG_BOUND)), zeroed=True)
+    return averages.metrics() | _sequence_metrics(train_BT, rollout_BT, mask)
 
 
-def _sequence_metrics(train_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> Metrics:
+def _sequence_metrics(train_BT: Tensor, rollout_BT: Tensor, mask: Mask) -> Metrics:
     """One value per sample, then the mean over samples with tokens. ppl = exp(−mean log p)."""
-    ones_BT = mask_BT.to(train_BT.dtype)
-    tokens_B = mask_BT.sum(-1)
-    train_B, rollout_B = row_sum(train_BT, ones_BT).double(), row_sum(rollout_BT, ones_BT).double()
+    tokens_B = mask.tokens_B
+    train_B, rollout_B = mask.sum(train_BT).double(), mask.sum(rollout_BT).double()
     train_log_ppl_B, rollout_log_ppl_B = (-x_B / tokens_B.clamp(min=1) for x_B in (train_B, rollout_B))
     gap_B = train_log_ppl_B - rollout_log_ppl_B  # positive: the trainer finds the tokens less likely
     per_sample = {
@@ -55,7 +51,7 @@ def _sequence_metrics(train_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> 
         "mis_log_ppl_diff": gap_B,
         "mis_log_ppl_abs_diff": gap_B.abs(),
         "mis_ppl_ratio": gap_B.exp(),
-        "mis_chi2_seq": (2 * (train_B - rollout_B)).clamp(max=LOG_BOUND).exp() - 1,
+        "mis_chi2_seq": torch.expm1((2 * (train_B - rollout_B)).clamp(max=LOG_BOUND)),
     }
     return {name: as_mean(x_B, tokens_B > 0) for name, x_B in per_sample.items()}
 
@@ -72,7 +68,7 @@ def mismatch_by_class(
     """
     metrics: Metrics = {}
     for name, chosen in classes.items():
-        chosen_BT = as_mask(loss_mask_BT) & (chosen if chosen.ndim == 2 else chosen[:, None])
+        chosen_BT = as_bool(loss_mask_BT) & (chosen if chosen.ndim == 2 else chosen[:, None])
         found = mismatch_metrics(train_logprobs_BT, rollout_logprobs_BT, chosen_BT)
         for metric in ("train_rollout_logprob_abs_diff", "mismatch_kl"):
             metrics[f"{metric}/{name}"] = found[metric]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.index import Index
+from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.ranks import LOCAL, Reduce
-from vime_trainer.algorithms.tensors import as_mask, row_sum
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def denominators(mask_BT: Tensor, trajectories: Index | None = None, reduce: Red
     `trajectories` (global ids) is needed only when trajectories forked; then siblings may live on different ranks.
     Every rank must call it, also one without samples.
     """
-    tokens_B = as_mask(mask_BT).sum(-1).double()
+    tokens_B = Mask(mask_BT).tokens_B
     if trajectories is None:
         local = torch.stack([tokens_B.sum(), (tokens_B > 0).double().sum()])
         tokens, sequences = reduce.sum(local).unbind()
@@ -92,9 +92,9 @@ def sample_weights(counts: Denominators, reducer: str | Reducer, fixed_length: i
     return function(counts, fixed_length)
 
 
-def weighted_sum(x_BT: Tensor, mask_BT: Tensor, weight_B: Tensor) -> Tensor:
-    """Σ_b w_b Σ_t x_bt m_bt as a float64 scalar, differentiable in `x_BT`; rows in x's dtype, samples in float64.
+def weighted_sum(x_BT: Tensor, weight_B: Tensor) -> Tensor:
+    """Σ_b w_b Σ_t x_bt as a float64 scalar, differentiable in `x_BT`; rows in x's dtype, samples in float64.
 
-    `mask_BT` has the dtype of `x_BT` and may carry per-token weights. `x_BT` must be finite where masked.
+    `x_BT` must be 0 where masked (`Mask.zero`).
     """
-    return (row_sum(x_BT, mask_BT).double() * weight_B).sum()
+    return torch.dot(x_BT.sum(-1).double(), weight_B)

@@ -8,17 +8,6 @@ import torch
 from torch import Tensor
 
 
-def as_mask(mask_BT: Tensor) -> Tensor:
-    """`mask_BT` as bool: every non-zero entry is trained."""
-    return mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
-
-
-def row_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Σ_t x_t m_t of each sample, [B]; `mask_BT` has the dtype of `x_BT`. One pass, no [B, T] temporary."""
-    total_B: Tensor = torch.linalg.vecdot(x_BT, mask_BT, dim=-1)
-    return total_B
-
-
 def last_unmasked(mask_BT: Tensor) -> Tensor:
     """One-hot bool [B, T] of each row's last unmasked token; all False where the row has none."""
     remaining_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)

@@ -11,9 +11,9 @@ from torch import Tensor
 from vime_trainer.algorithms.checks import require, same_shape
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.kl import KL_ESTIMATORS
+from vime_trainer.algorithms.masking import as_bool, row_blocks
 from vime_trainer.algorithms.metrics import Metrics
 from vime_trainer.algorithms.ranks import Reduce
-from vime_trainer.algorithms.tensors import as_mask
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,27 @@ class AdvantageInputs:
             teacher_logprobs_BT=self.teacher_logprobs_BT,
             values_BT=self.values_BT,
         )
-        scored_B1 = torch.isfinite(self.rewards_B)[:, None]
-        object.__setattr__(self, "loss_mask_BT", as_mask(self.loss_mask_BT) & scored_B1)
+        mask_BT, scored_B = as_bool(self.loss_mask_BT), torch.isfinite(self.rewards_B)
+        if not bool(scored_B.all()):
+            mask_BT = mask_BT & scored_B[:, None]
+        object.__setattr__(self, "loss_mask_BT", mask_BT)
+
+    def rows(self, selection: Tensor | slice) -> AdvantageInputs:
+        """The selected samples."""
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[selection]
+
+        return AdvantageInputs(
+            self.rewards_B[selection],
+            self.loss_mask_BT[selection],
+            self.groups.rows(selection),
+            None if self.trajectories is None else self.trajectories.rows(selection),
+            pick(self.old_logprobs_BT),
+            pick(self.ref_logprobs_BT),
+            pick(self.teacher_logprobs_BT),
+            pick(self.values_BT),
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,3 +142,16 @@ class Advantages:
     returns_BT: Tensor | None
     unscored_B: Tensor
     metrics: Metrics
+
+
+def by_rows(inputs: AdvantageInputs, function: Callable[[AdvantageInputs], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`function` of a block of samples at a time, for what needs no other sample: its intermediates stay in cache."""
+    blocks = row_blocks(inputs.loss_mask_BT)
+    whole: tuple[Tensor, ...] = ()
+    for rows in blocks:
+        parts = function(inputs.rows(rows))
+        if not whole:
+            whole = tuple(part.new_empty(inputs.loss_mask_BT.shape) for part in parts)
+        for out, part in zip(whole, parts, strict=True):
+            out[rows] = part
+    return whole

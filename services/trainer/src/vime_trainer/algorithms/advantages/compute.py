@@ -22,7 +22,8 @@ from vime_trainer.algorithms.advantages.rloo import rloo
 from vime_trainer.algorithms.advantages.whiten import whiten
 from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.groups import group_statistics
-from vime_trainer.algorithms.metrics import Averager, Metrics, as_sum
+from vime_trainer.algorithms.masking import Mask, row_blocks
+from vime_trainer.algorithms.metrics import Averages, Metrics, as_sum
 from vime_trainer.algorithms.ranks import LOCAL, Reduce
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -61,12 +62,14 @@ def compute_advantages(
     if config.opd_kl_coef > 0:
         opd_BT = reverse_kl(inputs, config)
         advantages_BT = advantages_BT - config.opd_kl_coef * opd_BT.to(advantages_BT.dtype)
-        metrics["opd_reverse_kl"] = Averager(mask_BT, over_tokens=False)(opd_BT)
+        averages = Averages(Mask(mask_BT), over_tokens=False)
+        averages.add("opd_reverse_kl", opd_BT, zeroed=True)
+        metrics |= averages.metrics()
     if entry.whitens if config.whiten is None else config.whiten:
         advantages_BT = whiten(advantages_BT, mask_BT, reduce)
-    advantages_BT = advantages_BT.masked_fill(~mask_BT, 0.0)
-    metrics["non_finite_advantages"] = as_sum(~torch.isfinite(advantages_BT.sum(-1)))  # NaN and ±inf survive a sum
-    returns_BT = None if estimate.returns_BT is None else estimate.returns_BT.masked_fill(~mask_BT, 0.0)
+    advantages_BT, total_B = _zero_masked(advantages_BT, mask_BT)
+    metrics["non_finite_advantages"] = as_sum(~torch.isfinite(total_B))  # NaN and ±inf survive a sum
+    returns_BT = None if estimate.returns_BT is None else _zero_masked(estimate.returns_BT, mask_BT)[0]
     return Advantages(advantages_BT, mask_BT, returns_BT, ~torch.isfinite(inputs.rewards_B), metrics)
 
 
@@ -91,6 +94,16 @@ def _checked(estimate: Estimate, mask_BT: Tensor) -> Tensor:
         got, expected = tuple(estimate.advantages_BT.shape), tuple(mask_BT.shape)
         raise ValueError(f"the estimator returned advantages of shape {got}, expected {expected}")
     return estimate.advantages_BT
+
+
+def _zero_masked(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """`x_BT` with 0 at masked tokens, and its row sums [B]."""
+    zeroed_BT = torch.empty(mask_BT.shape, dtype=x_BT.dtype, device=x_BT.device)
+    total_B = torch.empty(len(mask_BT), dtype=x_BT.dtype, device=x_BT.device)
+    for rows in row_blocks(mask_BT):
+        zeroed_BT[rows] = Mask(mask_BT[rows]).zero(x_BT[rows])
+        total_B[rows] = zeroed_BT[rows].sum(-1)
+    return zeroed_BT, total_B
 
 
 def _group_metrics(inputs: AdvantageInputs, reduce: Reduce) -> Metrics:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs
+from vime_trainer.algorithms.masking import Mask
 
 
 def reverse_kl(inputs: AdvantageInputs, config: AdvantageConfig) -> Tensor:
     """log π_o − log π_T per token, [B, T], 0 at masked tokens. Raises `ValueError` when a logprob is missing."""
     if inputs.old_logprobs_BT is None or inputs.teacher_logprobs_BT is None:
         raise ValueError(f"opd_kl_coef={config.opd_kl_coef} needs old_logprobs_BT and teacher_logprobs_BT")
-    kl_BT = inputs.old_logprobs_BT.detach() - inputs.teacher_logprobs_BT.detach()
-    return kl_BT.masked_fill(~inputs.loss_mask_BT, 0.0)
+    return Mask(inputs.loss_mask_BT).zero(inputs.old_logprobs_BT.detach() - inputs.teacher_logprobs_BT.detach())

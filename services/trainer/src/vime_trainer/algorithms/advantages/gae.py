@@ -11,9 +11,9 @@ ignore the mask here give tool tokens advantages and lose R when the last token 
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs, Estimate
+from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs, Estimate, by_rows
 from vime_trainer.algorithms.advantages.scan import Packing, suffix_sum
 from vime_trainer.algorithms.advantages.token_rewards import token_rewards
 from vime_trainer.algorithms.ranks import Reduce
@@ -23,10 +23,15 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig, reduce: Reduce) -> Est
     """Advantages and value targets from `values_BT`, the critic's values before the step."""
     if inputs.values_BT is None:
         raise ValueError("gae needs values_BT, the critic's value of every response token")
+    return Estimate(*by_rows(inputs, lambda rows: _gae(rows, config)))
+
+
+def _gae(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    assert inputs.values_BT is not None  # checked above
     packing = Packing(inputs.loss_mask_BT)
     r_BT = packing.pack(token_rewards(inputs, config))
     v_BT = packing.pack(inputs.values_BT.detach().double())
-    next_v_BT = torch.nn.functional.pad(v_BT[:, 1:], (0, 1))
-    delta_BT = r_BT + config.gamma * next_v_BT - v_BT
+    delta_BT = r_BT - v_BT
+    delta_BT[:, :-1] += config.gamma * v_BT[:, 1:]
     a_BT = suffix_sum(delta_BT, config.gamma * config.lam)
-    return Estimate(packing.unpack(a_BT).to(inputs.dtype), packing.unpack(a_BT + v_BT).to(inputs.dtype))
+    return packing.unpack(a_BT).to(inputs.dtype), packing.unpack(a_BT + v_BT).to(inputs.dtype)

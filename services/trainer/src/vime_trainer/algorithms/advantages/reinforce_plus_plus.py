@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs, Estimate
+from torch import Tensor
+
+from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs, Estimate, by_rows
 from vime_trainer.algorithms.advantages.scan import Packing, suffix_sum
 from vime_trainer.algorithms.advantages.token_rewards import token_rewards
 from vime_trainer.algorithms.ranks import Reduce
@@ -14,6 +16,10 @@ from vime_trainer.algorithms.ranks import Reduce
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig, reduce: Reduce) -> Estimate:
     """The discounted return of each unmasked token. A fully masked sample simply has none."""
+    return Estimate(*by_rows(inputs, lambda rows: (_returns(rows, config),)))
+
+
+def _returns(inputs: AdvantageInputs, config: AdvantageConfig) -> Tensor:
     packing = Packing(inputs.loss_mask_BT)
-    returns_BT = packing.unpack(suffix_sum(packing.pack(token_rewards(inputs, config)), config.gamma))
-    return Estimate(returns_BT.to(inputs.dtype))
+    returns_BT = suffix_sum(packing.pack(token_rewards(inputs, config)), config.gamma)
+    return packing.unpack(returns_BT).to(inputs.dtype)

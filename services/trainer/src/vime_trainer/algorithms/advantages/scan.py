@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vime_trainer.algorithms.masking import Mask
+
 CHUNK = 128
 
 
@@ -41,18 +43,22 @@ class Packing:
     """Moves each row's unmasked tokens to the front, in order, and back."""
 
     def __init__(self, mask_BT: Tensor) -> None:
-        self.mask_BT = mask_BT
-        places_BT = mask_BT.cumsum(-1) - 1
-        # masked tokens all go to one spare column at the end
-        self.places_BT = torch.where(mask_BT, places_BT, mask_BT.shape[-1])
+        self._mask = Mask(mask_BT)
+        self._places_BT: Tensor | None = None
+        if bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):  # no gap before a trained token: they are in front already
+            # masked tokens all go to one spare column at the end
+            self._places_BT = torch.where(mask_BT, mask_BT.cumsum(-1) - 1, mask_BT.shape[-1])
 
     def pack(self, x_BT: Tensor) -> Tensor:
-        """Unmasked tokens first, zeros after; [B, T]."""
+        """Unmasked tokens first, zeros after; [B, T], not an alias of `x_BT`."""
+        if self._places_BT is None:
+            return self._mask.zero(x_BT)
         samples, steps = x_BT.shape
         room_BT = torch.zeros(samples, steps + 1, dtype=x_BT.dtype, device=x_BT.device)
-        return room_BT.scatter(-1, self.places_BT, x_BT)[:, :steps]
+        return room_BT.scatter_(-1, self._places_BT, x_BT)[:, :steps]
 
     def unpack(self, packed_BT: Tensor) -> Tensor:
         """The inverse of `pack`; 0 at masked tokens."""
-        last = max(packed_BT.shape[-1] - 1, 0)
-        return packed_BT.gather(-1, self.places_BT.clamp(max=last)).masked_fill(~self.mask_BT, 0.0)
+        if self._places_BT is not None:
+            packed_BT = packed_BT.gather(-1, self._places_BT.clamp(max=packed_BT.shape[-1] - 1))
+        return self._mask.zero(packed_BT)

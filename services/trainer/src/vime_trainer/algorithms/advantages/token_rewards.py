@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vime_trainer.algorithms.advantages.base import AdvantageConfig, AdvantageInputs
 from vime_trainer.algorithms.kl import kl_estimate
+from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.tensors import last_unmasked
 
 
@@ -20,8 +21,8 @@ def kl_penalty(inputs: AdvantageInputs, config: AdvantageConfig) -> Tensor:
         return torch.zeros(mask_BT.shape, dtype=torch.float64, device=mask_BT.device)
     if inputs.old_logprobs_BT is None or inputs.ref_logprobs_BT is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs old_logprobs_BT and ref_logprobs_BT")
-    old_BT = inputs.old_logprobs_BT.detach().double().masked_fill(~mask_BT, 0.0)
-    ref_BT = inputs.ref_logprobs_BT.detach().double().masked_fill(~mask_BT, 0.0)
+    mask = Mask(mask_BT)
+    old_BT, ref_BT = (mask.zero(x_BT.detach().double()) for x_BT in (inputs.old_logprobs_BT, inputs.ref_logprobs_BT))
     return config.kl_coef * kl_estimate(old_BT, ref_BT, config.kl_estimator)
 
 

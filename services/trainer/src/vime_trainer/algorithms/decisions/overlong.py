@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vime_trainer.algorithms.checks import require
-from vime_trainer.algorithms.tensors import as_mask
+from vime_trainer.algorithms.masking import as_bool
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ def drop_truncated(loss_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
     """The mask without truncated samples (DAPO's overlong filtering). Call it **after** `compute_advantages`: the
     group's statistics include them, its loss does not.
     """
-    return as_mask(loss_mask_BT) & ~truncated_B.bool()[:, None]
+    return as_bool(loss_mask_BT) & ~truncated_B.bool()[:, None]

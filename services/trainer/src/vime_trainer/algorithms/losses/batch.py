@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vime_trainer.algorithms.checks import same_shape
+from vime_trainer.algorithms.masking import Mask, as_bool
 from vime_trainer.algorithms.metrics import Metrics
-from vime_trainer.algorithms.tensors import as_mask, row_sum
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PolicyBatch:
         if self.head is not None:
             same_shape(self.logprobs_BT, head_logprobs_BT=self.head.logprobs_BTK[..., 0])
             same_shape(self.head.logprobs_BTK, rollout_logprobs_BTK=self.head.rollout_logprobs_BTK)
-        object.__setattr__(self, "loss_mask_BT", as_mask(self.loss_mask_BT))
+        object.__setattr__(self, "loss_mask_BT", as_bool(self.loss_mask_BT))
 
     @property
     def proximal_BT(self) -> Tensor:
@@ -98,43 +98,35 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective reads. `log_ratio_BT` = log π − log π_o, with gradient, 0 at masked tokens; `logprobs_BT`
-    with gradient, 0 at masked tokens; `tokens_B`: unmasked tokens; `ones_BT`: the mask in the logprobs' dtype.
+    """What an objective reads, 0 at masked tokens whatever stood there: `logprobs_BT` log π, with gradient;
+    `old_logprobs_BT` log π_o; `log_ratio_BT` = log π − log π_o, with gradient; `ratio_BT` ρ, without (1 where
+    masked); `advantages_BT` A.
     """
 
     batch: PolicyBatch
+    mask: Mask
     logprobs_BT: Tensor
+    old_logprobs_BT: Tensor
     log_ratio_BT: Tensor
-    mask_BT: Tensor
-    ones_BT: Tensor
-    tokens_B: Tensor
-
-    @property
-    def advantages_BT(self) -> Tensor:
-        """A_t, a constant of the loss."""
-        return self.batch.advantages_BT.detach()
+    ratio_BT: Tensor
+    advantages_BT: Tensor
 
     @staticmethod
     def of(batch: PolicyBatch) -> Terms:
-        """Masked differences first: whatever stands at a masked token must reach neither the loss nor the gradient."""
-        mask_BT = batch.loss_mask_BT
-        logprobs_BT = batch.logprobs_BT.masked_fill(~mask_BT, 0.0)
-        log_ratio_BT = logprobs_BT - batch.proximal_BT.masked_fill(~mask_BT, 0.0)
-        ones_BT = mask_BT.to(logprobs_BT.dtype)
-        return Terms(batch, logprobs_BT, log_ratio_BT, mask_BT, ones_BT, mask_BT.sum(-1))
+        """Mask first: what stands at a masked token must reach neither the loss nor the gradient."""
+        mask = Mask(batch.loss_mask_BT)
+        logprobs_BT, old_BT = mask.zero(batch.logprobs_BT), mask.zero(batch.proximal_BT)
+        log_ratio_BT = logprobs_BT - old_BT
+        ratio_BT, a_BT = log_ratio_BT.detach().exp(), mask.zero(batch.advantages_BT.detach())
+        return Terms(batch, mask, logprobs_BT, old_BT, log_ratio_BT, ratio_BT, a_BT)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per-token policy loss, [B, T]. `clipped_BT` (bool): where the clip cut the objective (its gradient, mostly).
-    `metrics`: what the objective alone knows.
+    """Per-token policy loss, [B, T]. `clipped_BT` (0 or 1): where the clip cut the objective (its gradient, mostly).
+    `measured`: what the objective alone knows, [B, T], reported as its mean by name; finite where masked.
     """
 
     loss_BT: Tensor
     clipped_BT: Tensor | None = None
-    metrics: Metrics | None = None
-
-
-def sequence_mean_of(x_BT: Tensor, terms: Terms) -> Tensor:
-    """Mean of `x_BT` over each sample's unmasked tokens, [B, 1]; 0 for a sample without any."""
-    return (row_sum(x_BT, terms.ones_BT) / terms.tokens_B.clamp(min=1))[:, None]
+    measured: dict[str, Tensor] | None = None

@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from vime_trainer.algorithms.losses.batch import Terms, TokenLoss
 from vime_trainer.algorithms.losses.config import PolicyLossConfig
+from vime_trainer.algorithms.masking import where_true
 
 
 def cispo(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     """Every token keeps a gradient; `clipped_BT` marks the tokens whose weight was bounded."""
-    ratio_BT = terms.log_ratio_BT.detach().exp()
+    ratio_BT = terms.ratio_BT
     weight_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high)
-    return TokenLoss(-weight_BT * terms.advantages_BT * terms.logprobs_BT, weight_BT != ratio_BT)
+    return TokenLoss(-weight_BT * terms.advantages_BT * terms.logprobs_BT, where_true(torch.ne, weight_BT, ratio_BT))

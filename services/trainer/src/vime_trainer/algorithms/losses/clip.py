@@ -14,30 +14,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime_trainer.algorithms.losses.batch import Terms, TokenLoss, sequence_mean_of
+from vime_trainer.algorithms.losses.batch import Terms, TokenLoss
 from vime_trainer.algorithms.losses.config import PolicyLossConfig
+from vime_trainer.algorithms.masking import where_true, with_slope
 
 
 def clip(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     """PPO's clip on the token ratio."""
-    return _clipped(terms.log_ratio_BT.exp(), terms, config)
+    return _clipped(terms.log_ratio_BT, terms.ratio_BT, terms, config)
 
 
 def gspo(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     """The same on s = exp(mean_t log ρ_t), one ratio for all tokens of the sample."""
-    return _clipped(sequence_mean_of(terms.log_ratio_BT, terms).exp(), terms, config)
+    mean_BT = terms.mask.mean(terms.log_ratio_BT)[:, None].expand(terms.log_ratio_BT.shape)
+    return _clipped(mean_BT, mean_BT.detach().exp(), terms, config)
 
 
-def _clipped(ratio: Tensor, terms: Terms, config: PolicyLossConfig) -> TokenLoss:
-    """`ratio` [B, T], or [B, 1] for a ratio per sequence."""
+def _clipped(log_ratio_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: PolicyLossConfig) -> TokenLoss:
+    """L as above, and dL / d log ρ = −ρ A where nothing was clipped, else 0."""
     minus_a_BT = -terms.advantages_BT
-    free_BT = ratio * minus_a_BT
-    bound_BT = ratio.clamp(config.ratio_low, config.ratio_high) * minus_a_BT
+    free_BT = ratio_BT * minus_a_BT
+    bound_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high) * minus_a_BT
     loss_BT = torch.maximum(free_BT, bound_BT)
-    clipped_BT = bound_BT.detach() > free_BT.detach()
     if config.eps_clip_c is not None:
         ceiling_BT = config.eps_clip_c * minus_a_BT
-        dual_BT = (minus_a_BT > 0) & (loss_BT.detach() > ceiling_BT)
-        loss_BT = torch.where(dual_BT, ceiling_BT, loss_BT)
-        clipped_BT = clipped_BT | dual_BT
-    return TokenLoss(loss_BT, clipped_BT)
+        loss_BT = torch.where(minus_a_BT > 0, torch.minimum(loss_BT, ceiling_BT), loss_BT)
+    clipped_BT = where_true(torch.ne, loss_BT, free_BT)
+    slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1)  # not from free_BT, which may have overflowed
+    return TokenLoss(with_slope(loss_BT, slope_BT, log_ratio_BT), clipped_BT)

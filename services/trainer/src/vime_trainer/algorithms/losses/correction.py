@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from vime_trainer.algorithms.checks import require
-from vime_trainer.algorithms.metrics import Averager, Metrics, as_mean
-from vime_trainer.algorithms.tensors import row_sum
+from vime_trainer.algorithms.masking import Mask, where_true
+from vime_trainer.algorithms.metrics import Averages
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -105,41 +106,43 @@ def mis(
 @dataclass(frozen=True)
 class Correction:
     """`weight_BT`: w, 0 where rejected, before batch normalisation; no gradient. `kept_BT`: bool, False where
-    rejected or masked. `ratio_BT`: w before bounds, [B, T] or [B, 1].
+    rejected or masked, None when nothing can be rejected. `ratio_BT`: w before bounds. `weight_BT` and `ratio_BT`
+    may be [B, 1] for a level above the token. `log_ratio_BT` = log π_o − log q.
     """
 
     weight_BT: Tensor
-    kept_BT: Tensor
+    kept_BT: Tensor | None
     ratio_BT: Tensor
     log_ratio_BT: Tensor
 
 
-def correct(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Correction:
-    """Weights of one micro-batch; each sample depends on itself alone. `mask_BT` bool."""
-    log_ratio_BT = (old_BT.detach() - rollout_BT.detach()).masked_fill(~mask_BT, 0.0)
-    ratio_BT = _ratio(log_ratio_BT, mask_BT, config.level)
-    kept_BT = mask_BT
-    if config.mode == "truncate":
-        weight_BT = ratio_BT.clamp(max=config.high)
-    elif config.mode == "clip":
-        weight_BT = ratio_BT.clamp(config.lower, config.high)
-    else:
-        weight_BT = ratio_BT
+def correct(log_ratio_BT: Tensor, mask: Mask, config: CorrectionConfig) -> Correction:
+    """Weights of one micro-batch from log π_o − log q, 0 at masked tokens; each sample depends on itself alone."""
+    ratio_BT = _ratio(log_ratio_BT, mask, config.level)
+    rejects = config.mode == "mask" or config.rejection is not None or config.veto is not None
+    if not rejects:
+        low = 0.0 if config.mode == "truncate" else config.lower
+        return Correction(ratio_BT.clamp(low, config.high), None, ratio_BT, log_ratio_BT)
+    kept_BT, weight_BT = mask.bool_BT, ratio_BT
+    if config.mode == "mask":
         kept_BT = kept_BT & _inside(ratio_BT, config.lower, config.high)
+    else:
+        weight_BT = ratio_BT.clamp(0.0 if config.mode == "truncate" else config.lower, config.high)
     if config.rejection is not None:
-        second_BT = _ratio(log_ratio_BT, mask_BT, config.rejection.level)
+        second_BT = _ratio(log_ratio_BT, mask, config.rejection.level)
         kept_BT = kept_BT & _inside(second_BT, config.rejection.lower, config.rejection.high)
     if config.veto is not None:
-        kept_BT = kept_BT & ~_catastrophic(log_ratio_BT, config.veto).any(-1, keepdim=True)
-    return Correction(weight_BT * kept_BT.to(weight_BT.dtype), kept_BT, ratio_BT, log_ratio_BT)
+        worst_B1 = log_ratio_BT.amin(-1, keepdim=True) if log_ratio_BT.shape[-1] else log_ratio_BT.sum(-1, keepdim=True)
+        kept_BT = kept_BT & (worst_B1 >= math.log(config.veto))
+    return Correction(Mask(kept_BT).zero(weight_BT.expand(kept_BT.shape)), kept_BT, ratio_BT, log_ratio_BT)
 
 
-def _ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
+def _ratio(log_ratio_BT: Tensor, mask: Mask, level: Level) -> Tensor:
     """exp of the aggregated log ratio: [B, T], or [B, 1] for a level above the token."""
-    log_w = log_ratio_BT
-    if level != "token":
-        tokens_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1) if level == "geometric" else 1
-        log_w = log_ratio_BT.sum(-1, keepdim=True) / tokens_B1
+    if level == "token":
+        log_w = log_ratio_BT
+    else:
+        log_w = (mask.sum(log_ratio_BT) if level == "sequence" else mask.mean(log_ratio_BT))[:, None]
     return log_w.clamp(-LOG_BOUND, LOG_BOUND).exp()
 
 
@@ -147,41 +150,28 @@ def _inside(ratio_BT: Tensor, low: float, high: float) -> Tensor:
     return (ratio_BT >= low) & (ratio_BT <= high)
 
 
-def _catastrophic(log_ratio_BT: Tensor, veto: float) -> Tensor:
-    return log_ratio_BT < math.log(veto)
-
-
-def correction_metrics(made: Correction, config: CorrectionConfig, average: Averager) -> Metrics:
+def measure_correction(made: Correction, config: CorrectionConfig, averages: Averages) -> None:
     """`tis*` and `mis_*`, over all unmasked tokens, rejected ones included."""
     ratio_BT, weight_BT = made.ratio_BT, made.weight_BT
-    changed_BT = (ratio_BT != weight_BT) & average.mask_BT
-    metrics = {
-        "tis": average(ratio_BT),
-        "tis_clipfrac": average(changed_BT),
-        "tis_abs": average((ratio_BT - 1).abs()),
-        "mis_mean_is_weight_before_clip": average(ratio_BT),
-        "mis_ratio_mean_after_mis": average(weight_BT),
-    }
-    high_BT, low_BT = ratio_BT > config.high, ratio_BT < config.lower
-    if config.mode == "truncate":
-        metrics["mis_truncate_fraction"] = average(_wide(high_BT, average))
-    else:
-        metrics[f"mis_{config.mode}_fraction_low"] = average(_wide(low_BT, average))
-        metrics[f"mis_{config.mode}_fraction_high"] = average(_wide(high_BT, average))
-    if config.rejection is not None or config.veto is not None or config.mode == "mask":
-        metrics["mis_rejected_fraction"] = average(average.mask_BT & ~made.kept_BT)
+    averages.add("tis", ratio_BT)
+    averages.add("tis_clipfrac", where_true(torch.ne, ratio_BT, weight_BT))
+    averages.add("tis_abs", ratio_BT.sub(1).abs_())
+    averages.add("mis_mean_is_weight_before_clip", ratio_BT)
+    averages.add("mis_ratio_mean_after_mis", weight_BT)
+    high = "mis_truncate_fraction" if config.mode == "truncate" else f"mis_{config.mode}_fraction_high"
+    averages.add(high, where_true(torch.gt, ratio_BT, config.high))
+    if config.mode != "truncate":
+        averages.add(f"mis_{config.mode}_fraction_low", where_true(torch.lt, ratio_BT, config.lower))
+    if made.kept_BT is not None:
+        averages.add("mis_rejected_fraction", (~made.kept_BT).to(ratio_BT.dtype))
     if config.veto is not None:
-        bad_BT = _catastrophic(made.log_ratio_BT, config.veto)
-        metrics["mis_catastrophic_token_fraction"] = average(bad_BT)
-        metrics["mis_catastrophic_seq_fraction"] = as_mean(bad_BT.any(-1), average.tokens_B > 0)
-    return metrics
+        bad_BT = where_true(torch.lt, made.log_ratio_BT, math.log(config.veto))
+        averages.add("mis_catastrophic_token_fraction", bad_BT)
+        any_B1 = (averages.mask.sum(bad_BT) > 0).to(bad_BT.dtype)[:, None]
+        averages.add("mis_catastrophic_seq_fraction", any_B1, per_sample=True)
 
 
-def _wide(x: Tensor, average: Averager) -> Tensor:
-    return x.expand(average.mask_BT.shape)
-
-
-def mean_weight(made: Correction) -> tuple[Tensor, Tensor]:
+def mean_weight(made: Correction, mask: Mask) -> tuple[Tensor, Tensor]:
     """(Σ w, number) over kept tokens, float64: the parts of the batch mean."""
-    ones_BT = made.kept_BT.to(made.weight_BT.dtype)
-    return row_sum(made.weight_BT, ones_BT).double().sum(), made.kept_BT.sum().double()
+    kept = mask if made.kept_BT is None else Mask(made.kept_BT)
+    return kept.sum(made.weight_BT).double().sum(), kept.tokens_B.sum()

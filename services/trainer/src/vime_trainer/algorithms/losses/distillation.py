@@ -14,9 +14,9 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import same_shape
 from vime_trainer.algorithms.losses.batch import LossOutput
-from vime_trainer.algorithms.metrics import Averager, as_sum
+from vime_trainer.algorithms.masking import Mask
+from vime_trainer.algorithms.metrics import Averages, as_sum
 from vime_trainer.algorithms.reducers import Denominators, Reducer, sample_weights, weighted_sum
-from vime_trainer.algorithms.tensors import as_mask
 
 
 def sampled_distillation_loss(
@@ -28,11 +28,13 @@ def sampled_distillation_loss(
 ) -> LossOutput:
     """Reverse KL by its score function; the tokens must come from the current policy. `opd_reverse_kl` reports it."""
     same_shape(logprobs_BT, teacher_logprobs_BT=teacher_logprobs_BT, loss_mask_BT=loss_mask_BT)
-    mask_BT = as_mask(loss_mask_BT)
-    log_pi_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
-    kl_BT = log_pi_BT.detach() - teacher_logprobs_BT.detach().masked_fill(~mask_BT, 0.0)
-    loss = weighted_sum(kl_BT * log_pi_BT, mask_BT.to(log_pi_BT.dtype), sample_weights(counts, reducer))
-    return LossOutput(loss, {"loss": as_sum(loss), "opd_reverse_kl": Averager(mask_BT, over_tokens=False)(kl_BT)})
+    mask = Mask(loss_mask_BT)
+    log_pi_BT = mask.zero(logprobs_BT)
+    kl_BT = log_pi_BT.detach() - mask.zero(teacher_logprobs_BT.detach())
+    loss = weighted_sum(kl_BT * log_pi_BT, sample_weights(counts, reducer))
+    averages = Averages(mask, over_tokens=False)
+    averages.add("opd_reverse_kl", kl_BT, zeroed=True)
+    return LossOutput(loss, averages.metrics() | {"loss": as_sum(loss)})
 
 
 def head_distillation_loss(
@@ -45,10 +47,10 @@ def head_distillation_loss(
     """Forward KL on the teacher's top-K tokens (−inf where fewer), not renormalised: exact when K is the vocabulary."""
     same_shape(logprobs_BTK, teacher_logprobs_BTK=teacher_logprobs_BTK)
     same_shape(logprobs_BTK[..., 0], loss_mask_BT=loss_mask_BT)
-    mask_BT = as_mask(loss_mask_BT)
-    present_BTK = torch.isfinite(teacher_logprobs_BTK) & mask_BT[..., None]
+    mask = Mask(loss_mask_BT)
+    present_BTK = torch.isfinite(teacher_logprobs_BTK) & mask.bool_BT[..., None]
     log_t_BTK = teacher_logprobs_BTK.detach().masked_fill(~present_BTK, 0.0)
     log_pi_BTK = logprobs_BTK.masked_fill(~present_BTK, 0.0)
     kl_BT = (log_t_BTK.exp() * present_BTK * (log_t_BTK - log_pi_BTK)).sum(-1)
-    loss = weighted_sum(kl_BT, mask_BT.to(kl_BT.dtype), sample_weights(counts, reducer))
+    loss = weighted_sum(kl_BT, sample_weights(counts, reducer))
     return LossOutput(loss, {"loss": as_sum(loss)})

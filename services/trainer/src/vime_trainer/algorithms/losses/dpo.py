@@ -13,9 +13,9 @@ from torch.nn.functional import logsigmoid
 
 from vime_trainer.algorithms.checks import require, same_shape
 from vime_trainer.algorithms.losses.batch import LossOutput
+from vime_trainer.algorithms.masking import Mask, as_bool
 from vime_trainer.algorithms.metrics import as_mean, as_sum
 from vime_trainer.algorithms.ranks import LOCAL, Reduce
-from vime_trainer.algorithms.tensors import as_mask, row_sum
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class PreferenceSide:
 
     def __post_init__(self) -> None:
         same_shape(self.logprobs_BT, ref_logprobs_BT=self.ref_logprobs_BT, loss_mask_BT=self.loss_mask_BT)
-        object.__setattr__(self, "loss_mask_BT", as_mask(self.loss_mask_BT))
+        object.__setattr__(self, "loss_mask_BT", as_bool(self.loss_mask_BT))
 
     def log_ratio(self) -> Tensor:
         """Σ_t (log π − log π_r) over unmasked tokens, [B]."""
-        gap_BT = (self.logprobs_BT - self.ref_logprobs_BT.detach()).masked_fill(~self.loss_mask_BT, 0.0)
-        return row_sum(gap_BT, self.loss_mask_BT.to(gap_BT.dtype))
+        mask = Mask(self.loss_mask_BT)
+        return mask.sum(mask.zero(self.logprobs_BT - self.ref_logprobs_BT.detach()))
 
 
 def valid_pairs(chosen: PreferenceSide, rejected: PreferenceSide) -> Tensor:

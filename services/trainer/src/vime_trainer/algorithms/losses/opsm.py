@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vime_trainer.algorithms.losses.batch import Terms, sequence_mean_of
+from vime_trainer.algorithms.losses.batch import Terms
 
 
 def opsm_dropped(terms: Terms, delta: float) -> Tensor:
     """Bool [B, T]. Dropped tokens stay in the denominator: the mask depends on the current policy, so no global
     count of it exists before the step.
     """
-    drift_B1 = -sequence_mean_of(terms.log_ratio_BT.detach(), terms)
-    return (terms.advantages_BT < 0) & (drift_B1 > delta) & terms.mask_BT
+    drift_B1 = -terms.mask.mean(terms.log_ratio_BT.detach())[:, None]
+    return (terms.advantages_BT < 0) & (drift_B1 > delta) & terms.mask.bool_BT

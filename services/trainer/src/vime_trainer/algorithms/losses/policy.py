@@ -17,13 +17,15 @@ from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.kl import kl_estimate
 from vime_trainer.algorithms.losses.batch import LossOutput, PolicyBatch, Terms, TokenLoss
+from vime_trainer.algorithms.losses.blockwise import in_blocks
 from vime_trainer.algorithms.losses.cispo import cispo
 from vime_trainer.algorithms.losses.clip import clip, gspo
 from vime_trainer.algorithms.losses.config import PolicyLossConfig
-from vime_trainer.algorithms.losses.correction import correct, correction_metrics, mean_weight
+from vime_trainer.algorithms.losses.correction import CorrectionConfig, correct, mean_weight, measure_correction
 from vime_trainer.algorithms.losses.opsm import opsm_dropped
 from vime_trainer.algorithms.losses.score_centering import reinforce, score_centering
-from vime_trainer.algorithms.metrics import Averager, Metrics, as_sum
+from vime_trainer.algorithms.masking import Mask
+from vime_trainer.algorithms.metrics import Averages, Metric
 from vime_trainer.algorithms.ranks import LOCAL, Reduce
 from vime_trainer.algorithms.reducers import Denominators, Reducer, denominators, sample_weights, weighted_sum
 
@@ -41,10 +43,9 @@ OBJECTIVES: dict[str, Objective] = {
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The loss before it is summed. [B, T] (or [B, 1]); `weight_B`, `pg_weight_B` float64 [B]. `pg_BT` includes
-    OPSM and the mismatch weight `correction_BT`.
+    """The loss before it is summed: [B, T], 0 where masked (`correction_BT` may be [B, 1]).
 
-    L = Σ_b pg_weight_b Σ_t m·pg + Σ_b weight_b Σ_t m·(kl_loss_coef · kl − entropy_coef · entropy)
+    `pg_BT` includes OPSM and the mismatch weight `correction_BT`; `averages` holds what is only measured.
     """
 
     terms: Terms
@@ -53,9 +54,7 @@ class PolicyTokens:
     correction_BT: Tensor | None
     kl_BT: Tensor | None
     entropy_BT: Tensor | None
-    pg_weight_B: Tensor
-    weight_B: Tensor
-    metrics: Metrics
+    averages: Averages
 
 
 def policy_loss(
@@ -71,45 +70,60 @@ def policy_loss(
     `reducer` are a user's own; `reducer` then weighs the objective alone, not the KL and entropy terms.
     A batch without a single unmasked token gives 0 with zero gradient. Raises `ValueError` for missing inputs.
     """
-    tokens = policy_tokens(batch, config, counts, objective, reducer)
-    ones_BT, metrics = tokens.terms.ones_BT, dict(tokens.metrics)
-    loss = weighted_sum(tokens.pg_BT, ones_BT, tokens.pg_weight_B)
-    metrics["pg_loss"] = as_sum(loss)
+    weight_B = sample_weights(counts, config.reducer, config.fixed_length)
+    pg_weight_B = weight_B if reducer is None else sample_weights(counts, reducer)
+
+    def share(part: PolicyBatch, rows: slice) -> LossOutput:
+        tokens = policy_tokens(part, config, counts.correction_mean, objective)
+        return _summed(tokens, config, pg_weight_B[rows], weight_B[rows])
+
+    # A user's objective may close over anything that needs a gradient, so autograd sees it whole.
+    return in_blocks(batch, share) if objective is None else share(batch, slice(None))
+
+
+def _summed(tokens: PolicyTokens, config: PolicyLossConfig, pg_weight_B: Tensor, weight_B: Tensor) -> LossOutput:
+    metrics = tokens.averages.metrics()
+    loss = weighted_sum(tokens.pg_BT, pg_weight_B)
+    metrics["pg_loss"] = Metric(loss.detach())
     if tokens.kl_BT is not None:
-        kl = weighted_sum(tokens.kl_BT, ones_BT, tokens.weight_B)
-        metrics["kl_loss"] = as_sum(kl)
+        kl = weighted_sum(tokens.kl_BT, weight_B)
+        metrics["kl_loss"] = Metric(kl.detach())
         loss = loss + config.kl_loss_coef * kl if config.kl_loss_coef else loss
     if tokens.entropy_BT is not None:
-        entropy = weighted_sum(tokens.entropy_BT, ones_BT, tokens.weight_B)
-        metrics["entropy_loss"] = as_sum(entropy)
+        entropy = weighted_sum(tokens.entropy_BT, weight_B)
+        metrics["entropy_loss"] = Metric(entropy.detach())
         loss = loss - config.entropy_coef * entropy if config.entropy_coef else loss
-    return LossOutput(loss, metrics | {"loss": as_sum(loss)})
+    metrics["loss"] = Metric(loss.detach())
+    return LossOutput(loss, metrics)
 
 
 def policy_tokens(
     batch: PolicyBatch,
     config: PolicyLossConfig,
-    counts: Denominators,
+    correction_mean: Tensor | None = None,
     objective: Objective | None = None,
-    reducer: Reducer | None = None,
 ) -> PolicyTokens:
-    """Everything `policy_loss` adds up, token by token; arguments and errors are the same."""
+    """Everything `policy_loss` adds up, token by token. `correction_mean`: of the denominators. Errors are the same."""
     terms = Terms.of(batch)
-    average = Averager(terms.mask_BT, over_tokens=config.reducer == "token_mean")
+    averages = Averages(terms.mask, over_tokens=config.reducer == "token_mean")
     function: Objective = objective or choice(config.objective, "objective", OBJECTIVES)
     token = function(terms, config)
-    metrics = _ratio_metrics(terms, token, average)
-    pg_BT = token.loss_BT
+    _measure_ratio(terms, token, averages)
+    pg_BT = terms.mask.zero(token.loss_BT)  # an objective may leave something where masked
     if config.opsm_delta is not None:
         dropped_BT = opsm_dropped(terms, config.opsm_delta)
         pg_BT = pg_BT.masked_fill(dropped_BT, 0.0)
-        metrics["opsm_clipfrac"] = average(dropped_BT)
-    correction_BT = None
+        averages.add("opsm_clipfrac", dropped_BT.to(pg_BT.dtype), zeroed=True)
+    gap_BT, correction_BT = _gap(terms), None
+    if gap_BT is not None:
+        averages.add("train_rollout_logprob_abs_diff", gap_BT.abs(), zeroed=True, per_sample=True)
     if config.correction is not None:
-        correction_BT, correction = _correction(terms, config, counts, average)
+        if gap_BT is None:
+            raise ValueError("the correction needs rollout_logprobs_BT, the engine's logprobs of the sampled tokens")
+        made = correct(gap_BT, terms.mask, config.correction)
+        measure_correction(made, config.correction, averages)
+        correction_BT = _normalised(made.weight_BT, config.correction, correction_mean)
         pg_BT = pg_BT * correction_BT
-        metrics |= correction
-    weight_B = sample_weights(counts, config.reducer, config.fixed_length)
     return PolicyTokens(
         terms=terms,
         pg_BT=pg_BT,
@@ -117,9 +131,7 @@ def policy_tokens(
         correction_BT=correction_BT,
         kl_BT=_kl(terms, config),
         entropy_BT=_entropy(terms, config),
-        pg_weight_B=weight_B if reducer is None else sample_weights(counts, reducer),
-        weight_B=weight_B,
-        metrics=metrics,
+        averages=averages,
     )
 
 
@@ -136,11 +148,14 @@ def batch_denominators(
         return denominators(batch.loss_mask_BT, trajectories, reduce)
     if batch.old_logprobs_BT is None or batch.rollout_logprobs_BT is None:
         raise ValueError("renormalize and batch_normalize need old_logprobs_BT and rollout_logprobs_BT of the batch")
-    made = correct(batch.old_logprobs_BT, batch.rollout_logprobs_BT, batch.loss_mask_BT, correction)
-    counts = denominators(made.kept_BT if correction.renormalize else batch.loss_mask_BT, trajectories, reduce)
+    mask = Mask(batch.loss_mask_BT)
+    gap_BT = mask.zero(batch.old_logprobs_BT.detach()) - mask.zero(batch.rollout_logprobs_BT.detach())
+    made = correct(gap_BT, mask, correction)
+    kept_BT = mask.bool_BT if made.kept_BT is None or not correction.renormalize else made.kept_BT
+    counts = denominators(kept_BT, trajectories, reduce)
     if not correction.batch_normalize:
         return counts
-    total, number = reduce.sum(torch.stack(mean_weight(made))).unbind()
+    total, number = reduce.sum(torch.stack(mean_weight(made, mask))).unbind()
     return replace(counts, correction_mean=torch.where(number > 0, total / number.clamp(min=1), 1.0))
 
 
@@ -150,7 +165,7 @@ def _kl(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
         if config.kl_loss_coef:
             raise ValueError(f"kl_loss_coef={config.kl_loss_coef} needs ref_logprobs_BT")
         return None
-    ref_BT = terms.batch.ref_logprobs_BT.detach().masked_fill(~terms.mask_BT, 0.0)
+    ref_BT = terms.mask.zero(terms.batch.ref_logprobs_BT.detach())
     with torch.set_grad_enabled(torch.is_grad_enabled() and config.kl_loss_coef != 0):
         log_ratio_BT = terms.log_ratio_BT if config.unbiased_kl else None
         return kl_estimate(terms.logprobs_BT, ref_BT, config.kl_loss_type, log_ratio_BT)
@@ -161,30 +176,28 @@ def _entropy(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
         if config.entropy_coef:
             raise ValueError(f"entropy_coef={config.entropy_coef} needs entropy_BT")
         return None
-    return terms.batch.entropy_BT.masked_fill(~terms.mask_BT, 0.0)
+    return terms.mask.zero(terms.batch.entropy_BT)
 
 
-def _correction(
-    terms: Terms, config: PolicyLossConfig, counts: Denominators, average: Averager
-) -> tuple[Tensor, Metrics]:
-    assert config.correction is not None  # the caller asked
+def _gap(terms: Terms) -> Tensor | None:
+    """log π_o − log q, 0 at masked tokens; None without the engine's logprobs."""
     if terms.batch.rollout_logprobs_BT is None:
-        raise ValueError("the correction needs rollout_logprobs_BT, the engine's logprobs of the sampled tokens")
-    made = correct(terms.batch.proximal_BT, terms.batch.rollout_logprobs_BT, terms.mask_BT, config.correction)
-    metrics = correction_metrics(made, config.correction, average)
-    if not config.correction.batch_normalize:
-        return made.weight_BT, metrics
-    if counts.correction_mean is None:
+        return None
+    return terms.old_logprobs_BT - terms.mask.zero(terms.batch.rollout_logprobs_BT.detach())
+
+
+def _normalised(weight_BT: Tensor, config: CorrectionConfig, correction_mean: Tensor | None) -> Tensor:
+    if not config.batch_normalize:
+        return weight_BT
+    if correction_mean is None:
         raise ValueError("batch_normalize needs denominators from batch_denominators")
-    return made.weight_BT / counts.correction_mean.to(made.weight_BT.dtype), metrics
+    return weight_BT / correction_mean.to(weight_BT.dtype)
 
 
-def _ratio_metrics(terms: Terms, token: TokenLoss, average: Averager) -> Metrics:
-    log_ratio_BT = terms.log_ratio_BT.detach()
-    metrics = {"ppo_kl": average(-log_ratio_BT), "ois": average(log_ratio_BT.exp())} | (token.metrics or {})
+def _measure_ratio(terms: Terms, token: TokenLoss, averages: Averages) -> None:
+    averages.add("ppo_kl", -terms.log_ratio_BT, zeroed=True)
+    averages.add("ois", terms.ratio_BT)
     if token.clipped_BT is not None:
-        metrics["pg_clipfrac"] = average(token.clipped_BT)
-    if terms.batch.rollout_logprobs_BT is not None:
-        gap_BT = (terms.batch.proximal_BT - terms.batch.rollout_logprobs_BT).masked_fill(~terms.mask_BT, 0.0)
-        metrics["train_rollout_logprob_abs_diff"] = Averager(terms.mask_BT, over_tokens=False)(gap_BT.abs())
-    return metrics
+        averages.add("pg_clipfrac", token.clipped_BT)
+    for name, x_BT in (token.measured or {}).items():
+        averages.add(name, x_BT)

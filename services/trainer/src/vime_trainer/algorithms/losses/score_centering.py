@@ -18,7 +18,6 @@ from torch import Tensor
 from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.losses.batch import Head, Terms, TokenLoss
 from vime_trainer.algorithms.losses.config import PolicyLossConfig
-from vime_trainer.algorithms.metrics import Averager, Metrics
 
 Importance = Callable[[Tensor, float, float], Tensor]
 
@@ -34,7 +33,7 @@ IMPORTANCE: dict[str, Importance] = {
 def reinforce(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     """−sg(A · f(p/q)) · log p. Needs `rollout_logprobs_BT` unless f is 1."""
     weight_BT = _weight(terms, config)
-    return TokenLoss(-terms.advantages_BT * weight_BT * terms.logprobs_BT, metrics=_weight_metric(weight_BT, terms))
+    return TokenLoss(-terms.advantages_BT * weight_BT * terms.logprobs_BT, measured={"sc_importance_weight": weight_BT})
 
 
 def score_centering(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
@@ -43,9 +42,10 @@ def score_centering(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     if head is None:
         raise ValueError("objective score_centering needs head: the engine's top-K logprobs and the trainer's for them")
     weight_BT = _weight(terms, config)
-    correction_BT, metrics = _correction(head, terms, config)
+    correction_BT, masses = _correction(head, terms, config)
     loss_BT = -terms.advantages_BT * (weight_BT * terms.logprobs_BT - correction_BT)
-    return TokenLoss(loss_BT, metrics=metrics | _weight_metric(weight_BT, terms))
+    measured = {"sc_importance_weight": weight_BT, "sc_correction": correction_BT, **masses}
+    return TokenLoss(loss_BT, measured=measured)
 
 
 def _f(x: Tensor, config: PolicyLossConfig) -> Tensor:
@@ -59,14 +59,14 @@ def _weight(terms: Terms, config: PolicyLossConfig) -> Tensor:
         return torch.ones_like(p_BT)
     if terms.batch.rollout_logprobs_BT is None:
         raise ValueError(f"importance={config.importance!r} needs rollout_logprobs_BT")
-    q_BT = terms.batch.rollout_logprobs_BT.masked_fill(~terms.mask_BT, 0.0)
+    q_BT = terms.mask.zero(terms.batch.rollout_logprobs_BT.detach())
     return _f((p_BT - q_BT).exp(), config)
 
 
-def _correction(head: Head, terms: Terms, config: PolicyLossConfig) -> tuple[Tensor, Metrics]:
+def _correction(head: Head, terms: Terms, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """C_t with gradient, 0 at masked tokens, and the head's masses."""
     present_BTK = torch.isfinite(head.rollout_logprobs_BTK) & torch.isfinite(head.logprobs_BTK)
-    present_BTK = present_BTK & terms.mask_BT[..., None]
+    present_BTK = present_BTK & terms.mask.bool_BT[..., None]
     log_p_BTK = head.logprobs_BTK.masked_fill(~present_BTK, 0.0)
     log_q_BTK = head.rollout_logprobs_BTK.detach().masked_fill(~present_BTK, 0.0)
     p_BTK = log_p_BTK.detach().exp() * present_BTK
@@ -74,14 +74,8 @@ def _correction(head: Head, terms: Terms, config: PolicyLossConfig) -> tuple[Ten
     mass_p_BT1, mass_q_BT1 = p_BTK.sum(-1, keepdim=True), q_BTK.sum(-1, keepdim=True)
     f_BTK = _f((log_p_BTK.detach() - log_q_BTK).exp(), config)
     score_BTK = q_BTK * f_BTK - _tail(mass_q_BT1, mass_p_BT1, config) * p_BTK
-    average = Averager(terms.mask_BT, over_tokens=config.reducer == "token_mean")
-    correction_BT = (score_BTK * log_p_BTK).sum(-1)
-    metrics = {
-        "sc_correction": average(correction_BT),
-        "sc_sampler_head_mass": average(mass_q_BT1[..., 0]),
-        "sc_train_head_mass": average(mass_p_BT1[..., 0]),
-    }
-    return correction_BT, metrics
+    masses = {"sc_sampler_head_mass": mass_q_BT1[..., 0], "sc_train_head_mass": mass_p_BT1[..., 0]}
+    return (score_BTK * log_p_BTK).sum(-1), masses
 
 
 def _tail(mass_q: Tensor, mass_p: Tensor, config: PolicyLossConfig) -> Tensor:
@@ -90,7 +84,3 @@ def _tail(mass_q: Tensor, mass_p: Tensor, config: PolicyLossConfig) -> Tensor:
     has_tail = (tail_q > torch.finfo(tail_q.dtype).eps) & (tail_p > torch.finfo(tail_p.dtype).eps)
     r = torch.where(has_tail, tail_q, 1.0) / torch.where(has_tail, tail_p, 1.0)
     return torch.where(has_tail, r * _f(1 / r, config), 0.0)
-
-
-def _weight_metric(weight_BT: Tensor, terms: Terms) -> Metrics:
-    return {"sc_importance_weight": Averager(terms.mask_BT, over_tokens=False)(weight_BT)}

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import same_shape
 from vime_trainer.algorithms.losses.batch import LossOutput
+from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.metrics import as_sum
 from vime_trainer.algorithms.reducers import Denominators, Reducer, sample_weights, weighted_sum
-from vime_trainer.algorithms.tensors import as_mask
 
 
 def sft_loss(
@@ -23,10 +23,9 @@ def sft_loss(
 ) -> LossOutput:
     """L = Σ_t w_t · (−log π_t); the micro-batch's share."""
     same_shape(logprobs_BT, loss_mask_BT=loss_mask_BT)
-    mask_BT = as_mask(loss_mask_BT)
+    mask = Mask(loss_mask_BT)
     weight_B = sample_weights(counts, reducer, fixed_length)
-    nll_BT = -logprobs_BT.masked_fill(~mask_BT, 0.0)
-    loss = weighted_sum(nll_BT, mask_BT.to(nll_BT.dtype), weight_B)
+    loss = weighted_sum(-mask.zero(logprobs_BT), weight_B)
     return LossOutput(loss, {"loss": as_sum(loss)})
 
 

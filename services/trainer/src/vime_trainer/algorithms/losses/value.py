@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import require, same_shape
 from vime_trainer.algorithms.losses.batch import LossOutput
-from vime_trainer.algorithms.metrics import Averager, as_sum
+from vime_trainer.algorithms.masking import Mask, where_true
+from vime_trainer.algorithms.metrics import Averages, as_sum
 from vime_trainer.algorithms.reducers import Denominators, sample_weights, weighted_sum
-from vime_trainer.algorithms.tensors import as_mask
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class ValueBatch:
 
 def value_loss(batch: ValueBatch, config: ValueLossConfig, counts: Denominators) -> LossOutput:
     """The micro-batch's share; metrics `value_loss`, `value_clipfrac`."""
-    mask_BT = as_mask(batch.loss_mask_BT)
+    mask = Mask(batch.loss_mask_BT)
     v_BT, old_BT, g_BT = (
-        x_BT.masked_fill(~mask_BT, 0.0)
-        for x_BT in (batch.values_BT, batch.old_values_BT.detach(), batch.returns_BT.detach())
+        mask.zero(x_BT) for x_BT in (batch.values_BT, batch.old_values_BT.detach(), batch.returns_BT.detach())
     )
     loss_BT = free_BT = (v_BT - g_BT).square()
-    clipped_BT = torch.zeros_like(mask_BT)
+    clipped_BT = torch.zeros_like(free_BT)
     if config.value_clip is not None:
         near_BT = old_BT + (v_BT - old_BT).clamp(-config.value_clip, config.value_clip)
         bound_BT = (near_BT - g_BT).square()
-        loss_BT, clipped_BT = torch.maximum(free_BT, bound_BT), bound_BT.detach() > free_BT.detach()
+        loss_BT, clipped_BT = torch.maximum(free_BT, bound_BT), where_true(torch.gt, bound_BT, free_BT)
     weight_B = sample_weights(counts, config.reducer, config.fixed_length)
-    loss = weighted_sum(loss_BT, mask_BT.to(loss_BT.dtype), weight_B)
-    average = Averager(mask_BT, over_tokens=config.reducer == "token_mean")
-    return LossOutput(loss, {"value_loss": as_sum(loss), "value_clipfrac": average(clipped_BT)})
+    loss = weighted_sum(loss_BT, weight_B)
+    averages = Averages(mask, over_tokens=config.reducer == "token_mean")
+    averages.add("value_clipfrac", clipped_BT)
+    return LossOutput(loss, averages.metrics() | {"value_loss": as_sum(loss)})
