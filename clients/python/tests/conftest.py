@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from vime_client.launcher.plan import RunPlan, ServicePlan, save_plan
 from vime_client.recipe import LauncherSection
 
@@ -115,3 +117,45 @@ async def wait_until(condition: Callable[[], object], seconds: float = 10.0, wha
     while not condition():
         assert time.monotonic() < end, f"not reached in {seconds} s: {what or condition}"
         await asyncio.sleep(0.05)
+
+
+RECIPE = """
+[run]
+name = "r"
+steps = 5
+
+[model]
+path = "model"
+
+[tables.train]
+source = { path = "train.jsonl", shuffle = true }
+samples_per_prompt = 8
+groups_per_step = 2
+generation_deadline = 20
+require_routes = true
+sampling = { max_tokens = 8 }
+
+[tables."eval/heldout"]
+source = { path = "train.jsonl" }
+reward = "strict"
+
+[rewards]
+default = "reward.py:score"
+strict = "grpc://127.0.0.1:9"
+
+[trainer.engine.optimizer]
+lr = 1e-5
+
+[rollout.vllm]
+max_model_len = 64
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "reward.py").write_text("def score(text):\n    return 1\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path / "recipe.toml"

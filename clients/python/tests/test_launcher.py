@@ -86,7 +86,7 @@ async def test_a_frozen_service_is_killed_and_started_again(tmp_path: Path) -> N
     async with supervised(tmp_path):
         await wait_until(lambda: state_of(tmp_path).phase == "running")
         first = state_of(tmp_path).services["a"].pid
-        time.sleep(0.6)  # noqa: ASYNC251 - it must be seen alive once
+        time.sleep(0.6)
         os.kill(first, signal.SIGSTOP)
         await wait_until(lambda: state_of(tmp_path).services["a"].pid not in (0, first), 10)
 
@@ -122,7 +122,7 @@ async def test_k38_a_second_sigterm_does_not_cut_the_stop_short(tmp_path: Path) 
     await wait_until(lambda: "up" in (tmp_path / "logs" / "b.log").read_text())
     pid = state_of(tmp_path).pid
     os.kill(pid, signal.SIGTERM)
-    time.sleep(0.5)  # noqa: ASYNC251 - the second comes while the first is being obeyed
+    time.sleep(0.5)
     os.kill(pid, signal.SIGTERM)
     await wait_until(lambda: not is_running(tmp_path))
     assert state_of(tmp_path).phase == "stopped"

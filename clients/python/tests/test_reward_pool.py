@@ -15,7 +15,7 @@ import pytest
 from vime_client.rewards.functions import FunctionError, FunctionSpec
 from vime_client.rewards.pool import PoolClosed, RewardPool
 
-REWARDS = '''
+REWARDS = """
 import asyncio, ctypes, os, time
 
 def hang_sleep_exit(sample_index):
@@ -92,7 +92,7 @@ def keep_odd(samples, record):
 
 def forgets_return(samples):
     pass
-'''
+"""
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from vime_client.testing.engine import Reply
 from vime_client.worker.config import WorkerSettings, WorkerTable
 from vime_client.worker.worker import run_worker
 
+from .conftest import wait_until
+
 REWARD = """
 import os, time
 
@@ -233,8 +235,7 @@ async def test_a_lost_lease_is_dropped_and_its_generation_cancelled(tmp_path: Pa
     engine = FakeEngine(slow_at_first)
     buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.3)
     async with working(tmp_path, buffer, engine) as task:
-        while not engine.requests:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: engine.requests)
         buffer.expire("train-0")
         await buffer.settled(1)
     assert [group.attempt for group in buffer.groups] == [1]
@@ -251,8 +252,7 @@ async def test_stopping_gives_leases_back_at_once(tmp_path: Path) -> None:
     engine = FakeEngine(hang)
     buffer = FakeBuffer([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
     async with working(tmp_path, buffer, engine):
-        while len(engine.requests) < 3:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: len(engine.requests) == 3)
         start = time.monotonic()
     assert time.monotonic() - start < 3
     assert [failure for _, failure, _ in buffer.failures] == [buffer_pb.FAILURE_CLASS_SHUTDOWN] * 3

@@ -1,10 +1,10 @@
 """The buffer's worker side: draw prompts, put groups in, and never hold a lease that is not kept alive.
 
-    async with BufferClient("127.0.0.1:50051") as buffer:
-        for leased in await buffer.lease_prompts(worker_id="w0", max_prompts=8, wait_s=5):
-            async with leased:                  # kept alive; given back if the block raises
-                group = await make_group(leased.lease)
-                await leased.insert(group)
+async with BufferClient("127.0.0.1:50051") as buffer:
+    for leased in await buffer.lease_prompts(worker_id="w0", max_prompts=8, wait_s=5):
+        async with leased:                  # kept alive; given back if the block raises
+            group = await make_group(leased.lease)
+            await leased.insert(group)
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ class BufferClient:
             )
 
     async def insert(
-        self, lease_id: str, group: trajectory_pb2.TrajectoryGroup, drop_reason: str = "", timeout_s: float = CALL_SECONDS
+        self,
+        lease_id: str,
+        group: trajectory_pb2.TrajectoryGroup,
+        drop_reason: str = "",
+        timeout_s: float = CALL_SECONDS,
     ) -> pb.InsertGroupResponse:
         """Store a finished group, or with `drop_reason` count it as dropped. Idempotent.
 
@@ -120,7 +124,9 @@ class LeasedPrompt:
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """Stop keeping it alive, and give it back unless it was inserted or lost."""
         if self._keeper is not None:
             self._keeper.cancel()

@@ -1,4 +1,4 @@
-"""The command line. Everything heavy is imported by the command that needs it, so that `vime --help` answers at once."""
+"""The command line. What is heavy is imported by the command that needs it: `vime --help` answers at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The recipe: one TOML file that says everything about a run.
 
-Sections `[buffer]`, `[tables.*]`, `[router]`, `[rollout]` and `[trainer]` belong to the services and are passed through;
-each service checks its own before anything starts. All relative paths are relative to the recipe file, but `run.dir`
-to the current folder.
+Sections `[buffer]`, `[tables.*]`, `[router]`, `[rollout]` and `[trainer]` belong to the services and are passed on;
+each service checks its own before anything starts. Relative paths are relative to the recipe file, but `run.dir` to
+the current folder.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ class LauncherSection(ConfigModel):
     """A service that was alive and gives no sign of life for so long is killed and started again."""
     stop_timeout_s: float = Field(default=20.0, gt=0)
     """How long services may take to end after SIGTERM; then they are killed."""
-    ports: dict[str, Annotated[int, Field(ge=1, le=65535)]] = {}
+    ports: dict[str, Annotated[int, Field(ge=1, le=65535)]] = Field(default={})
     """Fixed ports by service (`buffer`, `router`, `trainer`, `rollout-0`); others are chosen among the free ones."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default={})
     """More environment variables for the services."""
 
 
@@ -200,13 +200,13 @@ class Recipe(ConfigModel):
     """Rollout workers."""
     launcher: LauncherSection = LauncherSection()
     """Processes."""
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
     """Sections of vime_trainer: engine, optimizer, algorithm, publish, checkpoint, metrics."""
-    rollout: dict[str, Any] = {}
+    rollout: dict[str, Any] = Field(default={})
     """Settings of vime_rollout."""
-    router: dict[str, Any] = {}
+    router: dict[str, Any] = Field(default={})
     """Settings of vime_router."""
-    buffer: dict[str, Any] = {}
+    buffer: dict[str, Any] = Field(default={})
     """Settings of vime_buffer beside its tables."""
     telemetry: TelemetrySection = TelemetrySection()
     """Traces."""
@@ -221,7 +221,11 @@ class Recipe(ConfigModel):
                 near = difflib.get_close_matches(table.reward, known, n=1)
                 hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
                 raise ValueError(f'tables."{name}".reward: no reward "{table.reward}" in [rewards]; {hint}')
-            if self.worker.filter == "nonzero_std" and not name.startswith(EVAL_PREFIX) and table.samples_per_prompt < 2:
+            if (
+                self.worker.filter == "nonzero_std"
+                and not name.startswith(EVAL_PREFIX)
+                and table.samples_per_prompt < 2
+            ):
                 raise ValueError(
                     f'worker.filter "nonzero_std" would drop every group of table "{name}": '
                     f"samples_per_prompt is {table.samples_per_prompt}, it needs at least 2"

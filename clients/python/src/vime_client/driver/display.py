@@ -15,6 +15,8 @@ from rich.text import Text
 from vime_client.driver.progress import Progress
 from vime_client.launcher.state import RunState
 
+_QUIET_S = 5.0
+"""How long lines may be silent before they say what is waited for."""
 _BARS = "▁▂▃▄▅▆▇█"
 _DOT = {"running": ("●", "green"), "waiting": ("●", "yellow"), "stopped": ("○", "dim"), "gave_up": ("✗", "red")}
 
@@ -24,7 +26,9 @@ class Display(Protocol):
 
     def __enter__(self) -> Display: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
 
     def event(self, line: str) -> None:
         """Something happened that is worth a line."""
@@ -48,7 +52,7 @@ class Lines:
         self._progress = progress
         self._start = time.monotonic()
         self._activity = ""
-        self._next_activity = 0.0
+        self._next_activity = time.monotonic() + _QUIET_S
 
     def __enter__(self) -> Lines:
         return self
@@ -57,15 +61,17 @@ class Lines:
 
     def event(self, line: str) -> None:
         """Print it with the seconds since the start."""
-        self._console.print(f"[{time.monotonic() - self._start:6.1f} s] {line}", markup=False, highlight=False, soft_wrap=True)
+        self._next_activity = time.monotonic() + _QUIET_S
+        self._console.print(
+            f"[{time.monotonic() - self._start:6.1f} s] {line}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def refresh(self) -> None:
-        """Say what is waited for, when that changes, at most every five seconds."""
-        state = self._progress.state
-        activity = state.activity if state else ""
+        """Say what is waited for, if that lasts: every five seconds without another line."""
+        activity = self._progress.waits_for()
         now = time.monotonic()
         if activity and activity != self._activity and now >= self._next_activity:
-            self._activity, self._next_activity = activity, now + 5.0
+            self._activity = activity
             self.event(activity)
 
 
@@ -102,9 +108,13 @@ class Panel:
         left = seconds / progress.step * (progress.num_steps - progress.step) if progress.step else None
         eta = f"about {left:.0f} s left" if left is not None else ""
         head.add_row(
-            Text(progress.name, style="bold"), bar, f"step {progress.step}/{progress.num_steps}", f"{seconds:.0f} s", eta
+            Text(progress.name, style="bold"),
+            bar,
+            f"step {progress.step}/{progress.num_steps}",
+            f"{seconds:.0f} s",
+            eta,
         )
-        return Group(head, _numbers(progress), _services(progress.state), Text(_activity(progress), style="dim"))
+        return Group(head, _numbers(progress), _services(progress.state), Text(progress.waits_for(), style="dim"))
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -154,8 +164,3 @@ def _services(state: RunState | None) -> Text:
         line.append(dot, style=colour if service.ready or service.state != "running" else "yellow")
         line.append(f" {name}" + (f" ({service.deaths} restarts)" if service.deaths else "") + "  ", style="dim")
     return line
-
-
-def _activity(progress: Progress) -> str:
-    state = progress.state
-    return progress.activity or (state.activity if state else "") or ""

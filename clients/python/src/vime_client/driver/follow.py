@@ -23,7 +23,9 @@ class LauncherDied(Exception):
     """The launcher was killed more often than it is started again."""
 
 
-async def follow(run_dir: Path, trainer: str, progress: Progress, display: Display, stop: asyncio.Event) -> RunState | None:
+async def follow(
+    run_dir: Path, trainer: str, progress: Progress, display: Display, stop: asyncio.Event
+) -> RunState | None:
     """Show the run until it ends, or until `stop` is set: then None.
 
     Raises:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vime.trainer.v1 import trainer_service_pb2 as pb
-
 from vime_client.launcher.state import RunState
 from vime_client.report.history import History
 
@@ -83,10 +82,14 @@ class Progress:
         return f"{report.table} at step {report.step}: {value:.3f}" + (f" (n = {n:.0f})" if n else "")
 
     def _take_status(self, status: pb.TrainerStatus) -> str:
-        changed = status.activity != self.activity and bool(status.activity)
+        """The activity changes many times a second: displays show it when they think fit."""
         self.activity = status.activity
         self.num_steps = status.num_steps or self.num_steps
-        return status.activity if changed else ""
+        return ""
+
+    def waits_for(self) -> str:
+        """What holds the run up now, in the words of the trainer, else of the launcher."""
+        return self.activity or (self.state.activity if self.state else "")
 
 
 def step_line(metrics: Mapping[str, float]) -> str:
@@ -112,5 +115,7 @@ def step_line(metrics: Mapping[str, float]) -> str:
         if name in metrics
     ]
     if "perf/step_time" in metrics:
-        parts.append(f"{metrics['perf/step_time']:.2f} s ({', '.join(split)})" if split else f"{metrics['perf/step_time']:.2f} s")
+        parts.append(
+            f"{metrics['perf/step_time']:.2f} s ({', '.join(split)})" if split else f"{metrics['perf/step_time']:.2f} s"
+        )
     return "  ".join(parts)

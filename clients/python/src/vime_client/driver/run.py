@@ -91,7 +91,7 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         asyncio.run(preflight(plan, recipe_path))
     except (ConfigError, PortBusy):
         if folder.made:  # nothing ran here: the corrected recipe must find no run in its way
-            shutil.rmtree(run_dir)
+            shutil.rmtree(run_dir, ignore_errors=True)
         raise
     (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from vime_client.launcher.client import is_running
 from vime_client.launcher.state import read_state
 from vime_client.report.history import read_history
-from vime_client.report.page import law_lines, number
+from vime_client.report.page import law_lines, number, verdict
 from vime_client.report.summary import summarize
 
 
@@ -41,4 +41,4 @@ def print_status(run_dir: Path, console: Console) -> None:
         last = history.steps[-1]
         console.print(f"step {last['step']}, reward {number(last.get('rollout/raw_reward'))}", highlight=False)
         for text, holds in law_lines(summary):
-            console.print(f"{text}  {'holds' if holds else 'unknown' if holds is None else 'BROKEN'}", highlight=False)
+            console.print(f"{text}  {verdict(holds)}", highlight=False)

@@ -88,6 +88,14 @@ def _exists(pid: int) -> bool:
         os.waitpid(pid, os.WNOHANG)
     try:
         os.kill(pid, 0)
+        return not _is_zombie(pid)
     except ProcessLookupError:
         return False
-    return True
+
+
+def _is_zombie(pid: int) -> bool:
+    """True for a process that ended and whose parent, a driver that still lives, has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

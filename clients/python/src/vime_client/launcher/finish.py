@@ -1,4 +1,4 @@
-"""What the report needs and only living services know, kept in `services/info.json`; and the report without a driver."""
+"""What only living services know, kept for the report in `services/info.json`; and the report without a driver."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vime.trainer.v1 import trainer_service_pb2 as pb
-
 from vime_client.channel import ChannelSettings
 from vime_client.clock import Clock
 from vime_client.errors import RpcError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from vime_client.addresses import join_address
 from vime_client.config_loading import ConfigModel
@@ -47,7 +47,7 @@ class RunPlan(ConfigModel):
     """Names the run in weight versions."""
     services: list[ServicePlan]
     """Processes, in the order of their start."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default={})
     """Environment variables for them; what the user's environment sets already stays."""
     buffer: str = ""
     """Address of the buffer; empty if there is none."""
@@ -182,9 +182,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _service_file(
-    recipe: Recipe, run_dir: Path, name: str, port: int, section: Mapping[str, Any]
-) -> dict[str, Any]:
+def _service_file(recipe: Recipe, run_dir: Path, name: str, port: int, section: Mapping[str, Any]) -> dict[str, Any]:
     return {"server": {"host": HOST, "port": port}, **_common(recipe, run_dir, name), **section}
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from vime.common.v1 import server_info_service_pb2, server_info_service_pb2_grpc
 from vime.router.v1 import router_service_pb2, router_service_pb2_grpc
-
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError, rpc_errors
 

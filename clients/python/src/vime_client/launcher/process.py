@@ -55,7 +55,7 @@ class ServiceProcess:
 
     async def wait(self) -> int:
         """Its exit code; negative for a signal."""
-        while (code := self._popen.poll()) is None:
+        while (code := self._popen.poll()) is None:  # noqa: ASYNC110 - see _POLL_S
             await asyncio.sleep(_POLL_S)
         return code
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from vime_client.config_loading import ConfigModel
 
@@ -45,7 +45,7 @@ class RunState(ConfigModel):
     """The service that ended it, if one did."""
     activity: str = ""
     """What it waits for, for people."""
-    services: dict[str, ServiceState] = {}
+    services: dict[str, ServiceState] = Field(default={})
     """By name."""
     started: float = 0.0
     """When this supervisor started; seconds since 1970."""

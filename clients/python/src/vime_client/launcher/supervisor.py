@@ -126,7 +126,9 @@ class Supervisor:
         else:
             end = main.result()
             await record_counts(self._run_dir, self._plan.buffer)
-            self._phase("finished" if end.ok else "failed", reason=end.reason, failed_service="" if end.ok else "trainer")
+            self._phase(
+                "finished" if end.ok else "failed", reason=end.reason, failed_service="" if end.ok else "trainer"
+            )
 
     async def _wait_for_driver(self, stop: asyncio.Event) -> None:
         """A driver reads the end and stops us; without one the report is written here."""

@@ -35,8 +35,8 @@ class History:
     """One row per step, by step; the last one where a step was trained again after a resume."""
     evals: dict[str, list[Row]]
     """One row per eval round, by table and step."""
-    incarnations: int
-    """How often training was begun or resumed."""
+    openings: list[Row]
+    """One row per incarnation: how often training was begun or resumed, each time with a publish of its own."""
     broken_lines: int
     """Lines that are no JSON: a process was killed in mid-write."""
 
@@ -60,7 +60,8 @@ def read_history(run_dir: Path) -> History:
     """Read `metrics.jsonl`; empty if the run has trained nothing yet."""
     steps: dict[int, Row] = {}
     evals: dict[str, dict[int, Row]] = {}
-    incarnations = broken = 0
+    openings: list[Row] = []
+    broken = 0
     for row in _lines(run_dir / "metrics.jsonl"):
         if row is None:
             broken += 1
@@ -69,11 +70,11 @@ def read_history(run_dir: Path) -> History:
         elif "eval_step" in row:
             evals.setdefault(str(row["table"]), {})[int(row["eval_step"])] = row
         elif row.get("event") == "incarnation":
-            incarnations += 1
+            openings.append(row)
     return History(
         steps=[steps[step] for step in sorted(steps)],
         evals={table: [rows[step] for step in sorted(rows)] for table, rows in sorted(evals.items())},
-        incarnations=incarnations,
+        openings=openings,
         broken_lines=broken,
     )
 

@@ -90,6 +90,11 @@ def law_lines(summary: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
     ]
 
 
+def verdict(holds: bool | None) -> str:
+    """A law's state in one word."""
+    return "unknown" if holds is None else "holds" if holds else "BROKEN"
+
+
 def _law(kind: str, left: str, counts: Mapping[str, int | None]) -> tuple[str, bool | None]:
     right = {name: value for name, value in counts.items() if name != left}
     text = f"{kind}: {left} {number(counts[left])} = " + " + ".join(f"{n} {number(v)}" for n, v in right.items())
@@ -105,8 +110,7 @@ def _numbers(summary: Mapping[str, Any]) -> str:
 
 def _laws(summary: Mapping[str, Any]) -> str:
     lines = "".join(
-        f"<pre>{html.escape(text)} "
-        f"<span class={'good' if holds else 'bad'}>{'holds' if holds else 'unknown' if holds is None else 'BROKEN'}</span></pre>"
+        f"<pre>{html.escape(text)} <span class={'good' if holds else 'bad'}>{verdict(holds)}</span></pre>"
         for text, holds in law_lines(summary)
     )
     return f"<h2>Nothing lost, nothing doubled</h2>{lines}"
@@ -125,11 +129,14 @@ def _samples(samples: list[Row]) -> str:
 
 
 def _sample_list(rows: Iterable[Row]) -> str:
-    return "".join(
-        f"<pre>{html.escape(_text(row.get('prompt')))}<b>{html.escape(_text(row.get('response')))}</b>  "
-        f"<span class={'good' if (row.get('reward') or 0) > 0 else 'bad'}>reward {number(row.get('reward'))}</span></pre>"
-        for row in rows
-    )
+    return "".join(_sample(row) for row in rows)
+
+
+def _sample(row: Row) -> str:
+    reward = row.get("reward")
+    prompt, response = html.escape(_text(row.get("prompt"))), html.escape(_text(row.get("response")))
+    colour = "good" if (reward or 0) > 0 else "bad"
+    return f"<pre>{prompt}<b>{response}</b>  <span class={colour}>reward {number(reward)}</span></pre>"
 
 
 def _text(value: object) -> str:

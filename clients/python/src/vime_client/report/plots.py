@@ -10,6 +10,15 @@ from typing import Any
 from vime_client.report.history import History, Series
 from vime_client.report.summary import DIFF
 
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vime",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+}
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#6b7280")
 _SPLIT = (
     ("wait", "perf/train_wait_time"),
@@ -55,10 +64,7 @@ def _figure() -> Iterator[tuple[Any, Callable[[], str]]]:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.alpha": 0.25, "svg.hashsalt": "vime"}
-    ):  # fmt: skip
+    with matplotlib.rc_context(_STYLE):
         figure, axes = pyplot.subplots(figsize=(6.2, 2.8), layout="constrained")
 
         def svg() -> str:

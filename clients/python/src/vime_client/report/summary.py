@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,8 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
     """The summary of a run, finished or not. Unknown values are None."""
     info = read_info(run_dir)
     reward = history.series("rollout/raw_reward")
-    bytes_sent = history.series("perf/update_weights_wire_bytes")
-    published = {int(row["step"]) for row in history.steps if "perf/update_weights_wire_bytes" in row}
-    publish = [
-        float(row["perf/update_weights_time"])
-        for row in history.steps
-        if int(row["step"]) in published and row.get("perf/update_weights_time") is not None
-    ]
+    # The weights that an incarnation begins with are published before its first step.
+    updates = [row for row in [*history.openings, *history.steps] if row.get("perf/update_weights_wire_bytes")]
     state = read_state(run_dir)
     return {
         "name": run_dir.name,
@@ -42,7 +37,7 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
         "reason": state.reason if state else "",
         "steps": len([row for row in history.steps if not row.get("skipped")]),
         "skipped_steps": len([row for row in history.steps if row.get("skipped")]),
-        "incarnations": history.incarnations,
+        "incarnations": len(history.openings),
         "seconds": run_seconds(run_dir),
         **_first_and_last(reward),
         **_evaluation(history),
@@ -50,9 +45,9 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
         "logprob_abs_diff_no_replay": _diff(history, "_no_replay"),
         "logprob_abs_diff_replay_max": max(_diff_series(history, "").values, default=None),
         "mismatch_kl": history.series("train/mismatch_kl").mean,
-        "weight_updates": len(bytes_sent.values),
-        "weight_update_seconds": sum(publish) / len(publish) if publish else None,
-        "weight_bytes": bytes_sent.mean,
+        "weight_updates": len(updates),
+        "weight_update_seconds": _mean(updates, "perf/update_weights_time"),
+        "weight_bytes": _mean(updates, "perf/update_weights_wire_bytes"),
         "step_time_split": {part: history.series(name).mean for part, name in _SPLIT.items()},
         "step_seconds": history.series("perf/step_time").mean,
         "tokens_per_s": history.series("perf/tokens_per_s").mean,
@@ -93,6 +88,11 @@ def tenth(values: list[float], *, last: bool) -> float | None:
     count = max(1, len(values) // 10)
     part = values[-count:] if last else values[:count]
     return sum(part) / len(part)
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [float(row[name]) for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _first_and_last(reward: Series) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vime_client.report.history import History
-from vime_client.report.page import headline, law_lines
+from vime_client.report.page import headline, law_lines, verdict
 
 
 def show(console: Console, run_dir: Path, history: History, summary: Mapping[str, Any]) -> None:
@@ -22,8 +22,8 @@ def show(console: Console, run_dir: Path, history: History, summary: Mapping[str
         table.add_row(f"[dim]{name}", value)
     console.print(table)
     for text, holds in law_lines(summary):
-        verdict = "[green]holds" if holds else "[dim]unknown" if holds is None else "[red]BROKEN"
-        console.print(f"[dim]{text}[/dim]  {verdict}", highlight=False)
+        colour = "dim" if holds is None else "green" if holds else "red"
+        console.print(f"[dim]{text}[/dim]  [{colour}]{verdict(holds)}", highlight=False)
     console.print(f"report: {run_dir / 'report.html'}", highlight=False)
     console.print(f"numbers: {run_dir / 'summary.json'}   metrics: {run_dir / 'metrics.jsonl'}", highlight=False)
 

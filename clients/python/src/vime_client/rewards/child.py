@@ -124,7 +124,9 @@ async def _batch(
     return [as_score(item, seconds / len(samples)) for item in values]
 
 
-async def _raw(function: UserFunction, common: Mapping[str, Any], record: Any, samples: Sequence[Any]) -> dict[str, Any]:
+async def _raw(
+    function: UserFunction, common: Mapping[str, Any], record: Any, samples: Sequence[Any]
+) -> dict[str, Any]:
     """A filter's answer, unread: {"value": true | false | [true | false, "why"]} or {"error": "..."}."""
     value, failure, _ = await _call(function, {**common, "samples": samples}, record, None)
     if failure is not None:
@@ -151,7 +153,7 @@ async def _call(
                 seconds = time.monotonic() - start
                 return None, unscored("TIMEOUT", f"no reward after {timeout_s} s", seconds), seconds
             value = task.result()
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # a user's code may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - a user's code raises anything
         seconds = time.monotonic() - start
         return None, unscored("RAISED", _where(error, function), seconds), seconds
     return value, None, time.monotonic() - start

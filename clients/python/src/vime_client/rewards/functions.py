@@ -145,5 +145,5 @@ def _inspect(spec: FunctionSpec, call: Callable[..., Any]) -> UserFunction:
         names=tuple(p.name for p in named),
         required=tuple(p.name for p in named if p.default is p.empty),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        is_async=inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)),
+        is_async=inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__),
     )

@@ -148,10 +148,10 @@ def _from_plugin(score: plugin_service_pb2.SampleScore, seconds: float) -> Score
             pb.UNSCORED_REASON_NOT_FINITE: "NOT_FINITE",
             pb.UNSCORED_REASON_NOT_A_NUMBER: "NOT_A_NUMBER",
         }
-        return unscored(known.get(score.unscored_reason, "RAISED"), score.detail or "the plug-in gave no reward", seconds)
+        return unscored(
+            known.get(score.unscored_reason, "RAISED"), score.detail or "the plug-in gave no reward", seconds
+        )
     if not math.isfinite(score.reward):
         return unscored("NOT_FINITE", f"the reward is {score.reward}", seconds)
     parts = {name: part for name, part in score.parts.items() if math.isfinite(part)}
     return Score(score.reward, None, score.detail, parts, seconds)
-
-

@@ -1,7 +1,7 @@
 """In-memory twins of the services, to try rewards, filters and workers without engines.
 
-They speak the real contracts over loopback, so the real clients and the real worker talk to them. `FakeBuffer` keeps the
-rules a worker can see (leases, attempts, idempotent inserts); `FakeEngine` generates by a function of yours.
+They speak the real contracts over loopback, so the real clients and the real worker talk to them. `FakeBuffer` keeps
+the rules a worker can see (leases, attempts, idempotent inserts); `FakeEngine` generates by a function of yours.
 """
 
 from vime_client.testing.buffer import FakeBuffer

@@ -51,7 +51,7 @@ class WorkerSettings(ConfigModel):
     """Which finished groups of train tables are kept."""
     concurrency: int = Field(default=32, ge=1)
     """Prompts in hand at once."""
-    tables: dict[str, WorkerTable] = {}
+    tables: dict[str, WorkerTable] = Field(default={})
     """Tables by name."""
     lease_wait_s: float = Field(default=5.0, gt=0)
     """How long one LeasePrompts call may wait for admission."""

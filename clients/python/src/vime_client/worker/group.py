@@ -63,9 +63,7 @@ def build_group(
     )
 
 
-def check_generation(
-    lease: prompt_service_pb2.PromptLease, answer: generation_service_pb2.GenerateResponse
-) -> None:
+def check_generation(lease: prompt_service_pb2.PromptLease, answer: generation_service_pb2.GenerateResponse) -> None:
     """Refuse what must not become a sample."""
     if len(answer.samples) != lease.num_samples:
         raise BadGeneration(f"engine {answer.engine_id} returned {len(answer.samples)} of {lease.num_samples} samples")

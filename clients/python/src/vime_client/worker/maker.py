@@ -27,6 +27,8 @@ from vime_client.worker.group import Aborted, BadGeneration, build_group
 
 _ATTEMPTS = 8
 """Attempts of one lease on engines; the generation deadline ends them earlier."""
+_RENDERED_KEPT = 4096
+"""Prompts whose ids are kept."""
 _log = get_logger(__name__)
 _tracer = trace.get_tracer("vime_client.worker")
 _keep_all = KeepAll()
@@ -63,6 +65,7 @@ class GroupMaker:
         self._rewards = rewards
         self._filter = group_filter
         self._requests = count()
+        self._rendered: dict[bytes, list[int]] = {}
         self.unscored: Counter[str] = Counter()
         """Samples without a reward, by reason."""
 
@@ -120,12 +123,22 @@ class GroupMaker:
         match prompt.WhichOneof("input"):
             case "token_ids":
                 return list(prompt.token_ids.ids)
-            case "text":
-                return await self._engine.render(prompt.text)
-            case "chat":
-                return await self._engine.render(prompt.chat)
+            case "text" | "chat":
+                return await self._render(prompt)
             case _:
                 raise BadGeneration(f"prompt {prompt.prompt_id} holds no text, chat or token ids")
+
+    async def _render(self, prompt: pb.Prompt) -> list[int]:
+        """Ids of a prompt; kept, since eval rounds and epochs bring the same ones again and a run has one tokenizer."""
+        text = prompt.HasField("text")
+        key = prompt.text.encode() if text else b"\0" + prompt.chat.SerializeToString(deterministic=True)
+        kept = self._rendered.get(key)
+        if kept is None:
+            kept = await self._engine.render(prompt.text if text else prompt.chat)
+            if len(self._rendered) >= _RENDERED_KEPT:
+                self._rendered.pop(next(iter(self._rendered)))
+            self._rendered[key] = kept
+        return kept
 
     async def _score(self, group: pb.TrajectoryGroup, name: str) -> Sequence[Score]:
         """Score the samples in place."""
@@ -133,7 +146,9 @@ class GroupMaker:
         with _tracer.start_as_current_span("worker.reward", attributes={"reward": name}) as span:
             if reward is None:
                 known = ", ".join(self._rewards)
-                scores = [unscored("RAISED", f'no reward "{name}" in the recipe; there are: {known}')] * len(group.samples)
+                scores = [unscored("RAISED", f'no reward "{name}" in the recipe; there are: {known}')] * len(
+                    group.samples
+                )
             else:
                 try:
                     scores = await reward.score(group.prompt, group.samples, group.table)

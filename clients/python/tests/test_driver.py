@@ -1,0 +1,267 @@
+"""`vime run` from outside: what it prints, what it leaves, and that a run outlives its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_client.config_loading import ConfigError, to_toml
+from vime_client.driver.display import Lines, Panel, sparkline
+from vime_client.driver.folder import FolderRefused, open_folder, ports_of
+from vime_client.driver.progress import Progress
+from vime_client.launcher.client import is_running, start_supervisor
+from vime_client.launcher.plan import RunPlan, ServicePlan
+from vime_client.launcher.ports import choose_ports
+from vime_client.launcher.preflight import preflight
+from vime_client.launcher.state import RunState, ServiceState, read_state, write_state
+from vime_client.recipe import load_recipe
+
+from .conftest import FLEET, alive, make_plan, processes_of, wait_until
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, recipe: Path) -> Path:
+    """The folder of a run that is prepared, not started: the four services are one program with fakes."""
+    run_dir = tmp_path / "runs" / "r"
+    folder = open_folder(run_dir, "new", recipe.parent)
+    (run_dir / "config.toml").write_text(to_toml(load_recipe(recipe)))
+    fleet(run_dir, steps=5)
+    assert folder.made
+    return run_dir
+
+
+def fleet(run_dir: Path, steps: int, end: str = "finishes") -> None:
+    (port,) = choose_ports(["trainer"], {}).values()
+    script = run_dir / "fleet.py"
+    script.write_text(FLEET)
+    service = ServicePlan(
+        name="trainer",
+        package="fleet",
+        argv=[sys.executable, str(script), str(steps), str(port), end],
+        log=run_dir / "logs" / "trainer.log",
+        address=f"127.0.0.1:{port}",
+    )
+    make_plan(run_dir, [service], f"127.0.0.1:{port}")
+
+
+async def vime(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vime_client.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+async def ended(process: asyncio.subprocess.Process, seconds: float = 40) -> tuple[int, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), seconds)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_driver_follows_a_run_to_its_end_and_reports_it(run_dir: Path) -> None:
+    fleet(run_dir, steps=60)
+    await start_supervisor(run_dir)
+    code, out, err = await ended(await vime("run", str(run_dir), "--join"))
+    assert code == 0, err
+    # Events from before it joined are told too.
+    assert [f"step {step}/60  reward {step / 60:.3f}" in out for step in range(1, 61)] == [True] * 60
+    assert "r: finished" in out
+    assert json.loads((run_dir / "summary.json").read_text())["phase"] == "finished"
+    await wait_until(lambda: not processes_of(run_dir))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_to_the_driver_stops_everything_in_order(
+    run_dir: Path, signum: signal.Signals, code: int
+) -> None:
+    fleet(run_dir, steps=500)
+    await start_supervisor(run_dir)
+    driver = await vime("run", str(run_dir), "--join")
+    assert driver.stdout is not None
+    while b"step 2/" not in await asyncio.wait_for(driver.stdout.readline(), 20):
+        pass
+    driver.send_signal(signum)
+    returned, _, err = await ended(driver)
+    assert returned == code
+    assert "continue with --resume" in err
+    state = read_state(run_dir)
+    assert state is not None
+    assert state.phase == "stopped"
+    await wait_until(lambda: not processes_of(run_dir))
+
+
+async def test_a_run_goes_on_without_its_driver_and_another_may_join(run_dir: Path) -> None:
+    fleet(run_dir, steps=60)
+    await start_supervisor(run_dir)
+    first = await vime("run", str(run_dir), "--join")
+    assert first.stdout is not None
+    while b"step 2/" not in await asyncio.wait_for(first.stdout.readline(), 20):
+        pass
+    first.kill()
+    await first.wait()
+    assert is_running(run_dir)
+    code, out, err = await ended(await vime("run", str(run_dir), "--join"))
+    assert code == 0, err
+    assert "step 60/" in out
+
+
+async def test_a_failed_run_ends_with_the_reason_and_the_log_of_who_failed(run_dir: Path) -> None:
+    fleet(run_dir, steps=2, end="fails")
+    await start_supervisor(run_dir)
+    code, _, err = await ended(await vime("run", str(run_dir), "--join"))
+    assert code == 1
+    assert "vime: training failed after step 2: loss is not a number 5 times in a row (log: " in err
+
+
+async def test_a_killed_launcher_is_started_again_by_the_driver(run_dir: Path) -> None:
+    fleet(run_dir, steps=20)
+    await start_supervisor(run_dir)
+    driver = await vime("run", str(run_dir), "--join")
+    assert driver.stdout is not None
+    while b"step 1/" not in await asyncio.wait_for(driver.stdout.readline(), 20):
+        pass
+    state = read_state(run_dir)
+    assert state is not None
+    os.kill(state.pid, signal.SIGKILL)
+    code, out, err = await ended(driver)
+    assert code == 0, err
+    assert "the launcher died and its services with it; it is started again" in out
+    assert not alive(state.pid)
+
+
+async def test_joining_where_nothing_runs_says_so(tmp_path: Path, recipe: Path) -> None:
+    code, _, err = await ended(await vime("run", str(recipe), "--join", "--set", f'run.dir="{tmp_path}/none"'))
+    assert code == 2
+    assert "there is no run in" in err
+    code, _, err = await ended(await vime("run", str(recipe), "--join", "--resume"))
+    assert "exclude each other" in err
+
+
+async def test_a_wrong_recipe_is_one_sentence_and_no_traceback(recipe: Path) -> None:
+    code, _, err = await ended(await vime("run", str(recipe), "--set", "run.stepz=3"))
+    assert code == 2
+    assert err.strip() == 'vime: --set: unknown key "run.stepz"; did you mean "run.steps"?'
+
+
+async def test_status_tells_phase_services_and_a_dead_launcher(run_dir: Path) -> None:
+    services = {"buffer": ServiceState(state="running", pid=5, ready=True, deaths=2, last_end="signal SIGKILL")}
+    write_state(run_dir, RunState(pid=1, phase="running", services=services))
+    code, out, _ = await ended(await vime("status", str(run_dir)))
+    assert code == 0
+    assert "its launcher is dead" in out
+    assert "signal SIGKILL" in out
+    code, _, err = await ended(await vime("status", str(run_dir.parent)))
+    assert code == 2
+    assert "holds no run" in err
+
+
+def test_a_run_is_never_begun_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    first = open_folder(path, "new", tmp_path)
+    with pytest.raises(FolderRefused, match=r"--resume.*--fresh.*--name"):
+        open_folder(path, "new", tmp_path)
+    assert open_folder(path, "resume", tmp_path).run_id == first.run_id
+    fresh = open_folder(path, "fresh", tmp_path)
+    assert fresh.run_id != first.run_id
+    assert (tmp_path / "r.1" / "services" / "run.json").exists()
+    with pytest.raises(FolderRefused, match="no run in"):
+        open_folder(tmp_path / "other", "resume", tmp_path)
+
+
+def test_a_resumed_run_adds_up_its_time_and_keeps_its_ports(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    open_folder(path, "new", tmp_path)
+    ports = ports_of(path, ["buffer", "router"], {})
+    write_state(path, RunState(pid=1, phase="stopped", started=100.0, ended=130.0))
+    open_folder(path, "resume", tmp_path)
+    assert json.loads((path / "services" / "run.json").read_text())["seconds_before"] == 30.0
+    assert ports_of(path, ["buffer", "router"], {}) == ports
+    assert ports_of(path, ["buffer", "router"], {"buffer": 31999})["buffer"] == 31999
+
+
+def service(tmp_path: Path, name: str, code: str) -> ServicePlan:
+    script = tmp_path / f"{name}.py"
+    script.write_text(code)
+    config = tmp_path / f"{name}.toml"
+    argv = [sys.executable, str(script), "--config", str(config), "--set", "server.parent_pid={supervisor_pid}"]
+    return ServicePlan(name=name, package=f"vime_{name}", argv=argv, log=tmp_path / "log")
+
+
+async def test_every_services_complaint_is_told_in_the_recipes_words(tmp_path: Path) -> None:
+    said = f"vime-buffer: {tmp_path}/buffer.toml:7: unknown key 'buffer.tables.train.x'; did you mean y?"
+    buffer = service(tmp_path, "buffer", f"import sys\nsys.stderr.write({said!r})\nsys.exit(2)\n")
+    router = service(tmp_path, "router", "import sys\nassert sys.argv[-1] == '--dry-run' and '--set' not in sys.argv")
+    rollout = service(tmp_path, "rollout-0", "raise RuntimeError('no such device')")
+    missing = ServicePlan(
+        name="trainer",
+        package="vime_nothere",
+        argv=[sys.executable, "-m", "vime_nothere", "--config", "x"],
+        log=tmp_path / "log",
+    )
+    plan = RunPlan(run_id="r", services=[buffer, router, rollout, missing])
+    with pytest.raises(ConfigError) as caught:
+        await preflight(plan, Path("my.toml"))
+    assert caught.value.problems[0] == "my.toml: [buffer] unknown key 'tables.train.x'; did you mean y?"
+    assert 'service "rollout-0" refuses its settings: RuntimeError: no such device' in caught.value.problems[1]
+    assert "needs the Python package vime_nothere" in caught.value.problems[2]
+    assert "pip install vime-nothere" in caught.value.problems[2]
+    assert len(caught.value.problems) == 3
+
+
+def step(number: int, reward: float) -> pb.WatchResponse:
+    metrics = {"rollout/raw_reward": reward, "perf/step_time": 2.0, "perf/train_wait_time": 0.5}
+    return pb.WatchResponse(sequence=number, step=pb.StepReport(train_step=number, metrics=metrics))
+
+
+def test_events_that_come_again_are_told_once() -> None:
+    progress = Progress("r", 10)
+    assert progress.take(step(1, 0.5)).startswith("step 1/10  reward 0.500")
+    assert progress.take(step(1, 0.5)) == ""
+    evaluation = pb.EvalReport(table="eval/a", step=0, metrics={"eval/a": 0.25, "eval/a/n": 512})
+    assert progress.take(pb.WatchResponse(eval=evaluation)) == "eval/a at step 0: 0.250 (n = 512)"
+    assert progress.take(pb.WatchResponse(eval=evaluation)) == ""
+    progress.take(step(2, 1.0))
+    assert progress.mean_reward() == 0.75
+
+
+def test_the_panel_shows_numbers_services_and_what_is_waited_for() -> None:
+    progress = Progress("r", 10)
+    for number in range(1, 6):
+        progress.take(step(number, number / 10))
+    progress.take(pb.WatchResponse(status=pb.TrainerStatus(activity="step 6 waits: GENERATING", num_steps=10)))
+    services = {"buffer": ServiceState(state="running", ready=True), "trainer": ServiceState(state="waiting", deaths=1)}
+    progress.state = RunState(pid=1, phase="running", services=services)
+    console = Console(width=120, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(Panel(console, progress)._draw())
+    text = console.export_text()
+    for part in ("step 5/10", "0.500", "▁▂▄▆█", "buffer", "trainer (1 restarts)", "step 6 waits: GENERATING"):
+        assert part in text
+
+
+def test_lines_say_what_is_waited_for_only_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("vime_client.driver.display.time.monotonic", lambda: now[0])
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    progress = Progress("r", 10)
+    lines = Lines(console, progress)
+    progress.activity = "waits for engines"
+    lines.refresh()
+    now[0] += 6
+    lines.refresh()
+    lines.refresh()
+    assert console.export_text().count("waits for engines") == 1
+
+
+def test_a_sparkline_spans_least_to_greatest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, 1]) == "▁▁"
+    assert sparkline([]) == ""

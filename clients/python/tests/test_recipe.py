@@ -1,0 +1,122 @@
+"""Recipes: what is right is resolved, what is wrong is one sentence that names the thing."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vime_client.config_loading import ConfigError, to_toml
+from vime_client.launcher.plan import load_plan, service_names, write_plan
+from vime_client.recipe import Recipe, load_recipe
+from vime_client.worker.config import worker_settings
+
+
+def problems(recipe: Path, *overrides: str, old: str = "", new: str = "") -> str:
+    recipe.write_text(recipe.read_text().replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, overrides)
+    return str(caught.value)
+
+
+def test_paths_are_taken_from_the_recipes_folder(recipe: Path) -> None:
+    loaded = load_recipe(recipe)
+    folder = recipe.parent
+    assert loaded.model.path == folder / "model"
+    assert loaded.tables["train"].source.path == folder / "train.jsonl"
+    assert loaded.rewards.by_name == {"default": f"{folder}/reward.py:score", "strict": "grpc://127.0.0.1:9"}
+    assert loaded.run_dir == (Path.cwd() / "runs" / "r").resolve()
+    assert load_recipe(recipe, name="other").run.name == "other"
+
+
+def test_the_resolved_recipe_is_a_recipe_that_means_the_same_anywhere(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe, ["run.steps=7"])
+    copy = tmp_path / "elsewhere" / "config.toml"
+    copy.parent.mkdir()
+    copy.write_text(to_toml(loaded))
+    assert load_recipe(copy) == loaded
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.stepz=3", 'unknown key "run.stepz"; did you mean "run.steps"?'),
+        ("worker.concurency=3", 'unknown key "worker.concurency"; did you mean "worker.concurrency"?'),
+        ("modell.path='x'", 'unknown key "modell"; did you mean "model"?'),
+        ("rewards.timout_s=3", 'timout_s is 3; did you mean "rewards.timeout_s"?'),
+        ("run.steps=0", "run.steps"),
+        ("run.name='a/b'", '"a/b" is no name of a folder'),
+        ("worker.filter='nonzero_std'", None),
+    ],
+)
+def test_a_wrong_setting_is_named_with_the_nearest(recipe: Path, override: str, says: str | None) -> None:
+    if says is None:  # a filter that would drop everything
+        said = problems(recipe, override, old="samples_per_prompt = 8", new="samples_per_prompt = 1")
+        assert "would drop every group" in said
+        assert "samples_per_prompt is 1" in said
+    else:
+        assert says in problems(recipe, override)
+
+
+def test_missing_files_are_named(recipe: Path) -> None:
+    assert f"file {recipe.parent}/nothere.py does not exist" in problems(recipe, "rewards.default='nothere.py:score'")
+    (recipe.parent / "train.jsonl").unlink()
+    assert f"file {recipe.parent}/train.jsonl does not exist" in problems(recipe)
+    (recipe.parent / "model" / "config.json").unlink()
+    assert "holds no config.json" in problems(recipe)
+
+
+def test_a_table_must_name_a_reward_that_exists(recipe: Path) -> None:
+    assert 'no reward "strikt" in [rewards]; did you mean "strict"?' in problems(recipe, old='"strict"', new='"strikt"')
+
+
+def test_a_missing_recipe_and_broken_toml_are_one_sentence(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothere\.toml does not exist"):
+        load_recipe(recipe.parent / "nothere.toml")
+    assert "is not valid TOML" in problems(recipe, old="[run]", new="[run")
+
+
+def test_each_service_gets_its_own_section_and_the_addresses_of_the_others(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe, ["launcher.engines=2", "worker.count=2", "buffer.segment_bytes=5000"])
+    run_dir = tmp_path / "run"
+    ports = {name: 20000 + i for i, name in enumerate(service_names(loaded))}
+    plan = write_plan(loaded, recipe.parent, run_dir, "r-1", ports)
+    assert load_plan(run_dir) == plan
+    names = ["buffer", "router", "rollout-0", "rollout-1", "trainer", "worker-0", "worker-1"]
+    assert [service.name for service in plan.services] == names
+
+    def written(name: str) -> dict[str, object]:
+        return tomllib.loads((run_dir / "services" / f"{name}.toml").read_text())
+
+    buffer = written("buffer")
+    assert buffer["server"] == {"host": "127.0.0.1", "port": 20000}
+    assert buffer["buffer"]["tables"]["train"]["source"]["path"] == str(recipe.parent / "train.jsonl")  # type: ignore[index]
+    assert buffer["buffer"]["segment_bytes"] == 5000  # type: ignore[index]
+    assert written("trainer")["trainer"]["engine"] == {"optimizer": {"lr": 1e-5}}  # type: ignore[index]
+    assert written("trainer")["trainer"]["eval_tables"] == ["eval/heldout"]  # type: ignore[index]
+    rollout = written("rollout-1")["rollout"]
+    assert rollout["engine_id"] == "rollout-1"  # type: ignore[index]
+    assert rollout["router"] == {"address": "127.0.0.1:20001"}  # type: ignore[index]
+    assert rollout["vllm"]["max_model_len"] == 64  # type: ignore[index]
+
+
+def test_a_worker_knows_reward_routes_and_deadline_of_each_table(recipe: Path) -> None:
+    settings = worker_settings(load_recipe(recipe), recipe.parent, "a:1", "b:2", "w")
+    assert settings.tables["train"].generation_timeout_s == 20
+    assert settings.tables["train"].require_routes
+    assert settings.tables["eval/heldout"].reward == "strict"
+    assert settings.tables["eval/heldout"].generation_timeout_s == 50
+
+
+def test_the_recipe_model_describes_every_field() -> None:
+    def undescribed(model: type, prefix: str = "") -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            if not field.description:
+                found.append(prefix + name)
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                found += undescribed(field.annotation, f"{prefix}{name}.")
+        return found
+
+    assert undescribed(Recipe) == []
