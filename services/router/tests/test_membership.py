@@ -138,6 +138,7 @@ async def test_an_engine_that_is_ahead_of_its_heartbeat_refuses_and_the_call_wai
     engine.served = version(1)
     assert (await call).engine_id == "e0"
     assert (await harness.engines())["e0"].faults == 0
+    assert len(engine.seen.requests) <= 8  # once per heartbeat, not in a loop
 
 
 async def test_a_fence_that_nobody_passes_in_time_is_told_with_what_is_served(make_router: Any, ask: Any) -> None:
