@@ -83,7 +83,14 @@ def test_one_trace_leads_from_the_worker_through_the_router_into_the_engine(shor
     while span is not None:
         chain.append(span["service"])
         span = by_id.get(span.get("parent_span_id") or "")
-    assert [name for i, name in enumerate(chain) if i == 0 or name != chain[i - 1]] == ["rollout", "router", "worker-0"]
+    assert [name for i, name in enumerate(chain) if i == 0 or name != chain[i - 1]] == ["rollout", "router", "worker"]
+
+
+def test_one_trace_leads_from_a_training_step_to_the_rank_the_ledger_and_the_engine(short_run):
+    spans = short_run.lines("traces.jsonl")
+    step = next(s for s in spans if s["name"] == "trainer.step")
+    services = {s["service"] for s in spans if s["trace_id"] == step["trace_id"]}
+    assert {"trainer", "trainer-rank-0", "buffer", "router", "rollout"} <= services
 
 
 def test_samples_can_be_read(short_run):

@@ -15,6 +15,20 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 Seconds = Annotated[float, Field(gt=0)]
 
 
+UNTRACED = (
+    "/grpc.*",
+    "*/Heartbeat",
+    "*/KeepAlive",
+    "*/NextCommand",
+    "*/ReportResult",
+    "*/GetStatus",
+    "*/GetEvalRound",
+    "*/ListEngines",
+    "*/Watch*",
+)
+"""Calls that are made on a clock rather than for a reason: their spans would bury those that tell something."""
+
+
 class TlsClientConfig(ConfigModel):
     """What a client needs to trust a server, and to show who it is."""
 
@@ -51,7 +65,7 @@ class ChannelSettings(ConfigModel):
     """A ping unanswered for this long ends the connection."""
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, gt=0)
     """Largest message sent or received."""
-    untraced_methods: tuple[str, ...] = ("/grpc.*", "*/Heartbeat")
+    untraced_methods: tuple[str, ...] = UNTRACED
     """Globs over `/package.Service/Method` that get no span of their own."""
     tls: TlsClientConfig | None = None
     """Set for TLS; unset means plaintext."""

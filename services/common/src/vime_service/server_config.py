@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from vime_client.addresses import is_loopback, join_address
+from vime_client.channel_settings import UNTRACED
 from vime_client.config_loading import ConfigModel
 from vime_client.logs import LogConfig
 from vime_client.telemetry import TelemetryConfig
@@ -41,7 +42,7 @@ class ServerConfig(ConfigModel):
     """Calls handled at once; more get RESOURCE_EXHAUSTED."""
     reflection: bool = True
     """Serve gRPC reflection, so that tools can list and call methods without the protos."""
-    untraced_methods: tuple[str, ...] = ("/grpc.*", "*/Heartbeat")
+    untraced_methods: tuple[str, ...] = UNTRACED
     """Globs over `/package.Service/Method` that get no span."""
     tls: TlsServerConfig | None = None
     """The server's certificate; unset: plaintext."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
 from vime.common.v1.trajectory_pb2 import Sample, TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
 from vime_trainer.adapters.protos import seconds, to_seconds, version_to_proto
@@ -19,6 +21,8 @@ from vime_trainer.ranks.mailbox import Mailbox
 from vime_trainer.ranks.processes import RankProcesses
 
 logger = logging.getLogger(__name__)
+
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 Command = pb.NextCommandResponse
 Result = pb.ReportResultRequest
@@ -93,6 +97,9 @@ class GrpcRanks:
         if self.mailbox is None:
             raise RankDied("the ranks are not started")
         limit = self._command_timeout_s if timeout_s is None else timeout_s
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier)
+        command.traceparent = carrier.get("traceparent", "")
         try:
             results = await self.mailbox.run(command, limit, lambda result: bool(result.error))
         except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it

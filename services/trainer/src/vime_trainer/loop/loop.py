@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from opentelemetry import trace
+
 from vime_trainer.config import TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, Status, StepEvent
@@ -25,6 +27,9 @@ from vime_trainer.run_files import RunFiles
 logger = logging.getLogger(__name__)
 
 _EVAL_POLL_S = 0.25
+_EVAL_SAY_S = 2.0
+
+_tracer = trace.get_tracer("vime_trainer")
 
 
 class LoopFailed(Exception):
@@ -100,7 +105,9 @@ class TrainingLoop:
         for step in range(version.step + 1, self._settings.steps + 1):
             if self._stop.is_set():
                 break
-            finished = await self._step(step, version)
+            await self._report_evals(version)
+            with _tracer.start_as_current_span("trainer.step", attributes={"vime.train_step": step}):
+                finished = await self._step(step, version)
             if finished is None:  # the data ended before the steps did
                 break
             version = finished
@@ -140,7 +147,6 @@ class TrainingLoop:
 
     async def _step(self, step: int, policy: Version) -> Version | None:
         """Train one batch; the policy version afterwards. None: no batch will ever come."""
-        await self._report_evals(policy)
         clock = StepClock()
         batch: Batch = await clock.measure("wait", self._lease(step, policy))
         if batch.ended:
@@ -278,11 +284,14 @@ class TrainingLoop:
 
     async def _await_eval(self, table: str, step: int, policy: Version) -> dict[str, float]:
         looked_after = time.monotonic()
+        said = 0.0
         while True:
             current = await self._ledger.eval_round(table, step)
             if current.done:
                 return current.metrics
-            await self._say(activity=f"{table} at step {step}: {current.progress}")
+            if time.monotonic() - said > _EVAL_SAY_S:
+                await self._say(activity=f"{table} at step {step}: {current.progress}")
+                said = time.monotonic()
             if time.monotonic() - looked_after > self._settings.lease_wait_s:
                 await self._publisher.catch_up(policy)
                 looked_after = time.monotonic()

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from google.protobuf.message import Message
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vime.buffer.v1.batch_service_pb2 import GetGroupsRequest
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
@@ -27,6 +29,7 @@ from vime_trainer.rank.commands import Commands
 from vime_trainer.rank.groups import GroupError
 
 _log = get_logger(__name__)
+_tracer = trace.get_tracer("vime_trainer.rank")
 _POLL_S = 20.0
 _CALL_S = 30.0
 _FETCH_S = 120.0
@@ -90,8 +93,10 @@ class RankWorker:
     async def _execute(self, commands: Commands, command: pb.NextCommandResponse) -> pb.ReportResultRequest:
         name = command.WhichOneof("command") or ""
         report = pb.ReportResultRequest(launch_id=self._launch_id, rank=self._rank, sequence=command.sequence)
+        parent = TraceContextTextMapPropagator().extract({"traceparent": command.traceparent})
         try:
-            result = await self._dispatch(commands, name, command)
+            with _tracer.start_as_current_span(f"rank.{name}", context=parent):
+                result = await self._dispatch(commands, name, command)
         except _REPORTED as error:
             _log.error("command failed", exc_info=error, command=name, sequence=command.sequence)
             report.error = f"{type(error).__name__}: {error}"
