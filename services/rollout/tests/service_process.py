@@ -49,8 +49,11 @@ class Running:
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
 
     async def is_ready(self) -> bool:
-        """What health tells about readiness."""
-        answer = await self.health.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=5)
+        """What health tells about readiness; a process that is busy importing its engine may not answer in time."""
+        try:
+            answer = await self.health.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=5)
+        except grpc.aio.AioRpcError:
+            return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def wait_ready(self, seconds: float) -> None:

@@ -212,7 +212,7 @@ async def test_a_load_that_leaves_a_parameter_out_is_noticed_and_a_whole_one_rep
     stack: Stack, model_b: TinyModel
 ) -> None:
     partial = {name: tensor for name, tensor in model_b.weights.items() if name != Q_PROJ}
-    with pytest.raises(WeightsBroken, match="qkv_proj.weight is missing 8192 of 16384 elements"):
+    with pytest.raises(WeightsBroken, match=r"qkv_proj\.weight is missing 8192 of 16384 elements"):
         await load_unchecked(stack, partial)
     await stack.publish(2, model_b.weights, canary_of(model_b))
     assert await greedy(stack) == greedy_of(model_b)

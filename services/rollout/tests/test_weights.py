@@ -164,6 +164,19 @@ def test_a_version_names_one_digest_for_ever() -> None:
     assert state.prepare(v(2), "x", 3) is Prepared.START
 
 
+def test_a_refused_manifest_leaves_its_version_free_and_a_known_one_bound() -> None:
+    state = WeightState()
+    state.prepare(v(1), "d", 1)
+    state.refused(v(1))
+    assert state.name == "EMPTY"
+    assert state.prepare(v(1), "e", 2) is Prepared.START
+    state.drop(v(1))
+    state.prepare(v(1), "e", 3)
+    state.refused(v(1))
+    with pytest.raises(VersionConflict):
+        state.prepare(v(1), "d", 4)
+
+
 def test_a_lower_incarnation_is_refused_by_every_control_call_and_a_higher_one_may_go_back_in_steps() -> None:
     state = serving(v(7, incarnation=2))
     with pytest.raises(StaleIncarnation, match="incarnation 1 is over, 2 has been seen") as caught:

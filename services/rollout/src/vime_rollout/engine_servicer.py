@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from vime.rollout.v1 import engine_service_pb2 as pb
 from vime.rollout.v1 import engine_service_pb2_grpc
@@ -18,13 +20,38 @@ _RESERVE_S = 0.2
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
 _TOLERANCE_OTHER = 0.05
 
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+Handler = Callable[["EngineServicer", RequestT, Any], Awaitable[ResponseT]]
+
+
+def _tells(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
+    """Tell the router after the call, whether or not it succeeded."""
+
+    @functools.wraps(handler)
+    async def told(self: EngineServicer, request: RequestT, context: Any) -> ResponseT:
+        try:
+            return await handler(self, request, context)
+        finally:
+            self.changed()
+
+    return told
+
 
 class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
-    """See the contract."""
+    """See the contract.
 
-    def __init__(self, core: Core, address: str) -> None:
+    Args:
+        core: the engine.
+        address: where others reach it.
+        changed: called after each call that may have changed what is served. The router then hears of it now and not a
+            heartbeat period later, for which every request fenced to new weights would wait.
+    """
+
+    def __init__(self, core: Core, address: str, changed: Callable[[], None] = lambda: None) -> None:
         self._core = core
         self._address = address
+        self.changed = changed
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:
         """See the contract."""
@@ -45,6 +72,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         stats = await self._ready().updater.await_staged(version, remaining(context, reserve=_RESERVE_S))
         return pb.AwaitStagedResponse(bytes=stats.nbytes, transfer_time=convert.duration_out(stats.seconds))
 
+    @_tells
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Any) -> pb.CommitUpdateResponse:
         """See the contract."""
         core = self._ready()
@@ -60,12 +88,14 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             parameters=done.parameters,
         )
 
+    @_tells
     async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
         """See the contract."""
         core = self._ready()
         await core.updater.abort(convert.version_in(request.weight_version, "weight_version"), request.cause)
         return pb.AbortUpdateResponse(status=engine_status(core, self._address))
 
+    @_tells
     async def PullUpdate(self, request: pb.PullUpdateRequest, context: Any) -> pb.PullUpdateResponse:
         """See the contract."""
         core = self._ready()
@@ -84,6 +114,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         )
         return pb.PullUpdateResponse(status=engine_status(core, self._address))
 
+    @_tells
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         """See the contract."""
         core = self._ready()
@@ -94,16 +125,19 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         )
         return pb.PauseResponse(aborted=aborted)
 
+    @_tells
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """See the contract."""
         await self._ready().control.resume(convert.version_in(request.caller_version, "caller_version"))
         return pb.ResumeResponse()
 
+    @_tells
     async def YieldDevice(self, request: pb.YieldDeviceRequest, context: Any) -> pb.YieldDeviceResponse:
         """See the contract."""
         caller = convert.version_in(request.caller_version, "caller_version")
         return pb.YieldDeviceResponse(freed_bytes=await self._ready().control.give_device(caller))
 
+    @_tells
     async def ReturnDevice(self, request: pb.ReturnDeviceRequest, context: Any) -> pb.ReturnDeviceResponse:
         """See the contract."""
         await self._ready().control.take_device(convert.version_in(request.caller_version, "caller_version"))

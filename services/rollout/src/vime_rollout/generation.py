@@ -74,7 +74,7 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sample: ids and logprobs from `first_token` (index into the response) on."""
+    """New tokens of one sample: ids, logprobs and versions from `first_token` (index into the response) on."""
 
     sample_index: int
     first_token: int
@@ -82,6 +82,7 @@ class Piece:
     logprobs: Sequence[float]
     text: str
     end: SampleEnd | None
+    spans: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,13 @@ class Generation:
             first, sent.tokens = sent.tokens, count
             start, sent.text, sent.at = sent.text, max(sent.text, len(text)), time.monotonic()
             yield Piece(
-                index, resumed + first, output.token_ids[first:count], output.logprobs[first:count], text[start:], end
+                index,
+                resumed + first,
+                output.token_ids[first:count],
+                output.logprobs[first:count],
+                text[start:],
+                end,
+                spans_of(sample.spans, resumed + first, resumed + count),
             )
 
     async def _outputs(self, call: EngineRequest, sample: RunningSample) -> AsyncGenerator[EngineOutput, None]:
@@ -320,6 +327,15 @@ class Generation:
     def _score_id(self) -> str:
         self._scores += 1
         return f"score-{self._scores}/0"
+
+
+def spans_of(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of the tokens `first` to `end` (exclusive) of a response, the first of them cut to begin at `first`."""
+    if first >= end:
+        return ()
+    inside = [span for span in spans if first < span.first_token < end]
+    current = [span for span in spans if span.first_token <= first][-1:]
+    return (*(VersionSpan(first, span.version) for span in current), *inside)
 
 
 def cut_routes(routes: Routes, prompt: int, resumed: int, spans: Sequence[VersionSpan]) -> tuple[RoutingSegment, ...]:

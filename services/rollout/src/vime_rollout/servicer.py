@@ -53,6 +53,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     text=piece.text,
                     end=convert.end_out(piece.sample_index, piece.end, engine) if piece.end else None,
                     engine_id=core.config.engine_id,
+                    version_spans=[convert.span_out(span) for span in piece.spans],
                 )
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:

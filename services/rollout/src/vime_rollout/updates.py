@@ -207,13 +207,13 @@ class Updater:
                     await self._engine.check_manifest(manifest)
                     staging = self._staging_area().reserve(manifest)
                 except WeightsRefused as error:
-                    self._weights.drop(version)
+                    self._weights.refused(version)
                     raise ManifestRefused(str(error), name=error.name) from error
                 except StagingError as error:
-                    self._weights.drop(version)
+                    self._weights.refused(version)
                     raise ResourceExhausted(str(error), kind="staging") from error
                 except EngineError as error:
-                    self._weights.drop(version)
+                    self._weights.refused(version)
                     raise EngineFailed(f"the manifest could not be checked: {error}", cause=error) from error
                 transfer = self._transfer = Transfer(manifest, staging, generation, fill)
                 transfer.start(

@@ -82,6 +82,7 @@ class Update:
     digest: str
     generation: int
     phase: Phase = Phase.RECEIVING
+    first_seen: bool = True
 
 
 class Prepared(StrEnum):
@@ -174,7 +175,7 @@ class WeightState:
             if (self.update.version, self.update.generation) == (version, generation):
                 return Prepared.SAME
         self._digests[version] = digest
-        self.update = Update(version, digest, generation)
+        self.update = Update(version, digest, generation, first_seen=known is None)
         return Prepared.START
 
     def staged(self, version: VersionKey) -> None:
@@ -216,6 +217,13 @@ class WeightState:
             raise FailedPrecondition(f"version {version} is being loaded", state=self.name, wanted="STAGING")
         self.update = None
         return True
+
+    def refused(self, version: VersionKey) -> None:
+        """Nothing was staged, the manifest did not do: the version may come again with another one."""
+        if self.update is not None and self.update.version == version:
+            if self.update.first_seen:
+                del self._digests[version]
+            self.update = None
 
     def admit(self, fence: Fence) -> VersionKey | None:
         """The version a new call runs on.

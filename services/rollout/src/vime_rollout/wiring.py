@@ -29,7 +29,9 @@ class Rollout:
         address = core.config.advertise_address or service.address
         self._heartbeat = Heartbeat(core, address)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(core), service.server)
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(core, address), service.server)
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+            EngineServicer(core, address, self._heartbeat.beat_now), service.server
+        )
         service.serves("vime.rollout.v1.GenerationService", "vime.rollout.v1.EngineService")
         service.on_stopping(self._drain)
         service.on_cleanup(core.stop)

@@ -1,26 +1,37 @@
-"""Two faults of vLLM's CPU build (seen in 0.28 to 0.32), put right in the worker. Imported there, and only there.
+"""Three faults of vLLM's CPU build (seen in 0.28 to 0.32), put right in the worker. Imported there, and only there.
 
 A. A weight *update* of a mixture of experts leaves the experts unpacked: the kernel goes on with the packed copy of the
    old weights, or reads unpacked ones as packed, and every answer is silently wrong. The packing is done again.
 B. A request with a seed whose prompt is split by chunked prefill kills the engine ("CPU Generator does not use
    offset"): the runner rewinds the generators of requests that sampled nothing by a CUDA-only call. Their state is
    saved before sampling and put back instead.
+C. A weight update of a model with tied embeddings leaves the head's packed copy as it was: the head goes on with the
+   old weights. The reload packs only layers whose own parameters were loaded, and a tied head has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 _MARK = "_vime_fixed"
 
 
 def apply() -> None:
-    """Put both right. Calling it again does nothing. Raises AttributeError where vLLM has changed too much."""
+    """Put A and B right. Calling it again does nothing. Raises AttributeError where vLLM has changed too much."""
     _repack_experts_on_update()
     _rewind_cpu_generators()
+
+
+def repack_tied_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """C: pack layers again whose weights changed through another layer's parameter."""
+    for layer in layers:
+        method = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(layer)
 
 
 def _repack_experts_on_update() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vime_rollout.engines import vllm_cpu_fixes
 from vime_rollout.engines.load_plan import LoadRecord, LoadWatcher
 from vime_rollout.engines.orphan_watch import watch_service
 from vime_service.bulk import BulkError, Manifest
@@ -27,16 +28,14 @@ from vime_service.bulk.staging import map_file
 watch_service()
 
 
-def _fix_cpu() -> None:
+def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        from vime_rollout.engines import vllm_cpu_fixes
-
-        vllm_cpu_fixes.apply()
+    return bool(current_platform.is_cpu())
 
 
-_fix_cpu()
+if _is_cpu():
+    vllm_cpu_fixes.apply()
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
 """Name, dtype, shape."""
@@ -95,13 +94,17 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model = self.model_runner.model
+        tied = tied_parameters(model)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            watcher = LoadWatcher(dict(model.named_parameters()))
+            # It gives each layer parameters of its own: one that is tied is then loaded through its first owner alone.
+            watcher = LoadWatcher({name: p for name, p in model.named_parameters() if name not in tied})
             try:
                 record = self._vime_watched(model, watcher, tensors)
             finally:  # also after a failure: a later load must find whole layers
                 finalize_layerwise_reload(model, self.model_config)
+                if _is_cpu():
+                    vllm_cpu_fixes.repack_tied_layers(tied.values())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return record
@@ -132,6 +135,18 @@ class WorkerExtension:
         config.compilation_config.static_all_moe_layers = []
         with set_current_vllm_config(config), set_default_torch_dtype(self.model_config.dtype), _meta():
             return initialize_model(config, model_config=self.model_config)
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Names of parameters that are another's under a second name, such as a tied head's, with the layer that has it."""
+    seen: set[int] = set()
+    tied: dict[str, torch.nn.Module] = {}
+    for prefix, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if id(parameter) in seen:
+                tied[name] = layer
+            seen.add(id(parameter))
+    return tied
 
 
 @contextmanager
