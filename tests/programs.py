@@ -42,5 +42,8 @@ def run(folder: Path, package: str, name: str | None, call: Callable[[Any], dict
 
 
 def failed(result: dict[str, Any]) -> bool:
-    """True if a fault was not survived: something lost, doubled or mixed, or a law that broke."""
-    return any(result.get(count) for count in ("lost", "doubled", "mixed")) or result.get("laws_held") is False
+    """True if a fault was not survived: something lost, doubled, mixed or unclear, or a broken law."""
+    return (
+        any(result.get(count) for count in ("lost", "doubled", "mixed", "unclear_errors"))
+        or result.get("laws_held") is False
+    )

@@ -111,13 +111,13 @@ def _sample(sample: trajectory_pb.Sample) -> SampleContent:
         prompt_tokens=len(sample.prompt_token_ids),
         response_tokens=len(sample.response_token_ids),
         loss_mask_length=len(sample.loss_mask),
-        logprobs=list(sample.rollout_logprobs),
+        logprobs=sample.rollout_logprobs,
         spans=[Span(span.first_token, version_from_proto(span.weight_version)) for span in sample.version_spans],
         routes=_routes(sample.routed_experts) if sample.HasField("routed_experts") else None,
-        finish_reason=_enum_name(trajectory_pb.FinishReason, sample.finish_reason, "FINISH_REASON_"),
-        status=_enum_name(trajectory_pb.SampleStatus, sample.status, "SAMPLE_STATUS_"),
+        finish_reason=_FINISH.get(sample.finish_reason, ""),
+        status=_STATUS.get(sample.status, ""),
         reward=sample.reward if sample.HasField("reward") else None,
-        unscored_reason=_enum_name(trajectory_pb.UnscoredReason, sample.unscored_reason, "UNSCORED_REASON_"),
+        unscored_reason=_UNSCORED.get(sample.unscored_reason, ""),
         trajectory_id=sample.trajectory_id,
     )
 
@@ -128,8 +128,8 @@ def _routes(trace: trajectory_pb.RoutingTrace) -> RouteTrace:
             first_token=segment.first_token,
             rows=segment.rows,
             version=version_from_proto(segment.weight_version),
-            source_known=bool(_enum_name(trajectory_pb.RoutingSource, segment.source, "ROUTING_SOURCE_")),
-            dtype=_enum_name(tensor_pb.Dtype, segment.experts.dtype, "DTYPE_"),
+            source_known=segment.source in _ROUTING,
+            dtype=_DTYPE.get(segment.experts.dtype, ""),
             shape=tuple(segment.experts.shape),
             digest=segment.experts.digest,
             inline=segment.experts.inline if segment.experts.WhichOneof("data") != "handle" else None,
@@ -141,11 +141,16 @@ def _routes(trace: trajectory_pb.RoutingTrace) -> RouteTrace:
     return RouteTrace(segments, trace.moe_layer_ids, trace.num_experts)
 
 
-def _enum_name(enum: Any, value: int, prefix: str) -> str:
-    """The value's name without prefix; "" for unspecified and for values of a newer contract."""
-    if value == 0 or value not in enum.values():
-        return ""
-    return str(enum.Name(value)).removeprefix(prefix)
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    """Values and names without prefix; unspecified, like every value of a newer contract, has none."""
+    return {value: name.removeprefix(prefix) for name, value in enum.items() if value}
+
+
+_FINISH = _names(trajectory_pb.FinishReason, "FINISH_REASON_")
+_STATUS = _names(trajectory_pb.SampleStatus, "SAMPLE_STATUS_")
+_UNSCORED = _names(trajectory_pb.UnscoredReason, "UNSCORED_REASON_")
+_ROUTING = _names(trajectory_pb.RoutingSource, "ROUTING_SOURCE_")
+_DTYPE = _names(tensor_pb.Dtype, "DTYPE_")
 
 
 # ------------------------------------------------------------------ tables
