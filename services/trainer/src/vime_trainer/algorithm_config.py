@@ -104,12 +104,14 @@ class AlgorithmConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _roles_exist(self) -> AlgorithmConfig:
-        for name in ("kl_coef", "kl_loss_coef"):
-            if getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)} needs a reference policy, which is not there yet")
         if self.estimator in ("ppo", "gae"):
             raise ValueError(f"estimator = '{self.estimator}' needs a critic, which is not there yet")
         return self
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """True if a KL to the reference policy is in the reward or in the loss."""
+    return config.kl_coef > 0 or config.kl_loss_coef > 0
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,19 +29,22 @@ class GroupError(ValueError):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """This rank's share of a batch. `samples[i]` was made from `protos[i]` of the group at `places[i]`."""
+class Share:
+    """This rank's share of a batch: the samples that can be trained. `samples[i]` was made from `protos[i]` of the
+    group at place `places[i]` of the batch; its advantages are zero until `with_advantages`."""
 
     samples: list[Sample]
     protos: list[SampleProto]
     places: list[int]
-    rewards: list[float]
-    """Raw rewards of `samples`."""
     left_out: dict[str, str]
-    advantages: Advantages
-    """Over all samples that have tokens, scored or not."""
-    all_protos: list[SampleProto] = field(default_factory=list)
+    """Samples that cannot be trained, by name, with the reason."""
+    all_protos: list[SampleProto]
     """Every sample of the share, for counts."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Raw rewards of `samples`."""
+        return [proto.reward for proto in self.protos]
 
 
 def name_of(sample: SampleProto) -> str:
@@ -49,46 +52,56 @@ def name_of(sample: SampleProto) -> str:
     return f"{sample.group_id}#{sample.sample_index}"
 
 
-def prepare(
-    groups: Sequence[TrajectoryGroup],
-    places: Sequence[int],
-    batch_groups: int,
-    config: AlgorithmConfig,
-    reduce: Reduce,
-) -> Prepared:
-    """Turn this rank's groups into samples with advantages.
+def select(groups: Sequence[TrajectoryGroup], places: Sequence[int], config: AlgorithmConfig) -> Share:
+    """The trainable samples of this rank's groups. Nothing is dropped without a reason.
 
     Args:
         groups: whole groups, so that their statistics are complete here.
         places: position of each group in the batch, the same numbering on every rank.
-        batch_groups: groups of the whole batch.
-        config: estimator and masks.
-        reduce: sums over the ranks, for estimators that whiten.
+        config: masks and the choice of old logprobs.
     """
-    left_out: dict[str, str] = {}
-    usable: list[tuple[int, TrajectoryGroup, SampleProto]] = []
+    share = Share([], [], [], {}, [sample for group in groups for sample in group.samples])
     for place, group in zip(places, groups, strict=True):
-        for sample in group.samples:
-            why = _unusable(sample)
+        for proto in group.samples:
+            why = _unusable(proto)
             if why:
-                left_out[name_of(sample)] = why
-            else:
-                usable.append((place, group, sample))
-    advantages = _advantages(usable, batch_groups, config, reduce)
-    kept = [i for i, (_, _, sample) in enumerate(usable) if sample.HasField("reward")]
-    for i, (_, _, sample) in enumerate(usable):
-        if not usable[i][2].HasField("reward"):
-            reason = trajectory_pb2.UnscoredReason.Name(sample.unscored_reason).removeprefix("UNSCORED_REASON_")
-            left_out[name_of(sample)] = f"unscored ({reason.lower()}): {sample.unscored_detail}"
-    return Prepared(
-        samples=[_sample(usable[i][1], usable[i][2], advantages, i, config) for i in kept],
-        protos=[usable[i][2] for i in kept],
-        places=[usable[i][0] for i in kept],
-        rewards=[usable[i][2].reward for i in kept],
-        left_out=left_out,
-        advantages=advantages,
-        all_protos=[s for g in groups for s in g.samples],
+                share.left_out[name_of(proto)] = why
+                continue
+            share.samples.append(_sample(group, proto, config))
+            share.protos.append(proto)
+            share.places.append(place)
+    return share
+
+
+def with_advantages(
+    share: Share, batch_groups: int, config: AlgorithmConfig, reduce: Reduce
+) -> tuple[list[Sample], Advantages]:
+    """The share's samples with their advantages, by group, in float64; before any truncation filter.
+
+    Reads the samples' old and reference logprobs where the estimator puts a KL into the reward.
+    """
+    inputs = AdvantageInputs(
+        rewards_B=torch.tensor(share.rewards, dtype=torch.float64),
+        loss_mask_BT=_padded([_mask(proto) for proto in share.protos], torch.bool),
+        groups=Index(torch.tensor(share.places, dtype=torch.int64), max(1, batch_groups)),
+        trajectories=_trajectories(share, batch_groups, reduce),
+        old_logprobs_BT=_column(share.samples, "old_logprobs") if config.kl_coef > 0 else None,
+        ref_logprobs_BT=_column(share.samples, "reference_logprobs") if config.kl_coef > 0 else None,
     )
+    made = compute_advantages(inputs, build_advantage(config), reduce)
+    samples = [
+        replace(sample, advantages=made.advantages_BT[row, : sample.response_token_ids.numel()].float())
+        for row, sample in enumerate(share.samples)
+    ]
+    return samples, made
+
+
+def _padded(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 1, dtype=dtype)
+
+
+def _column(samples: Sequence[Sample], field: str) -> torch.Tensor:
+    return _padded([getattr(sample, field) for sample in samples], torch.float32)
 
 
 def _unusable(sample: SampleProto) -> str:
@@ -97,38 +110,22 @@ def _unusable(sample: SampleProto) -> str:
         return f"status {status}"
     if not sample.response_token_ids:
         return "empty response"
-    if sample.HasField("reward") and not math.isfinite(sample.reward):
-        return f"reward {sample.reward}"
-    return ""
+    if not sample.HasField("reward"):
+        reason = trajectory_pb2.UnscoredReason.Name(sample.unscored_reason).removeprefix("UNSCORED_REASON_").lower()
+        return f"unscored ({reason}): {sample.unscored_detail}"
+    return "" if math.isfinite(sample.reward) else f"unscored: the reward is {sample.reward}"
 
 
-def _advantages(
-    usable: Sequence[tuple[int, TrajectoryGroup, SampleProto]],
-    batch_groups: int,
-    config: AlgorithmConfig,
-    reduce: Reduce,
-) -> Advantages:
-    """Statistics over the scored samples of each group, by group, in float64; before any truncation filter."""
-    rewards = torch.tensor([s.reward if s.HasField("reward") else math.nan for _, _, s in usable], dtype=torch.float64)
-    masks = [_mask(sample) for _, _, sample in usable]
-    mask_BT = pad_sequence(masks, batch_first=True) if masks else torch.zeros(0, 1, dtype=torch.bool)
-    groups = Index(torch.tensor([place for place, _, _ in usable], dtype=torch.int64), max(1, batch_groups))
-    inputs = AdvantageInputs(rewards, mask_BT, groups, _trajectories(usable, batch_groups, reduce))
-    return compute_advantages(inputs, build_advantage(config), reduce)
-
-
-def _trajectories(
-    usable: Sequence[tuple[int, TrajectoryGroup, SampleProto]], batch_groups: int, reduce: Reduce
-) -> Index:
+def _trajectories(share: Share, batch_groups: int, reduce: Reduce) -> Index:
     """Forked samples share a trajectory; all others stand alone. Numbered by (group, first sample of the trajectory),
     so that the numbers mean the same on every rank."""
-    widest = torch.tensor([float(max((s.sample_index for _, _, s in usable), default=0))])
+    widest = torch.tensor([float(max((proto.sample_index for proto in share.protos), default=0))])
     width = int(reduce.max(widest).item()) + 1
     first: dict[tuple[int, str], int] = {}
     ids = []
-    for place, _, sample in usable:
-        key = (place, sample.trajectory_id or f"#{sample.sample_index}")
-        ids.append(place * width + first.setdefault(key, sample.sample_index))
+    for place, proto in zip(share.places, share.protos, strict=True):
+        key = (place, proto.trajectory_id or f"#{proto.sample_index}")
+        ids.append(place * width + first.setdefault(key, proto.sample_index))
     return Index(torch.tensor(ids, dtype=torch.int64), max(1, batch_groups) * width)
 
 
@@ -138,28 +135,26 @@ def _mask(sample: SampleProto) -> torch.Tensor:
     return torch.ones(len(sample.response_token_ids), dtype=torch.bool)
 
 
-def _sample(
-    group: TrajectoryGroup, sample: SampleProto, advantages: Advantages, row: int, config: AlgorithmConfig
-) -> Sample:
-    length = len(sample.response_token_ids)
-    logprobs = torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
-    mask = advantages.loss_mask_BT[row, :length].clone()
-    if config.mask_truncated and sample.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED:
-        mask.zero_()
+def _sample(group: TrajectoryGroup, proto: SampleProto, config: AlgorithmConfig) -> Sample:
+    length = len(proto.response_token_ids)
+    logprobs = torch.tensor(proto.rollout_logprobs, dtype=torch.float32)
+    mask = _mask(proto)
+    if config.mask_truncated and proto.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED:
+        mask = torch.zeros_like(mask)
     temperature = group.sampling.temperature if group.sampling.HasField("temperature") else 1.0
     return Sample(
-        prompt_token_ids=torch.tensor(sample.prompt_token_ids, dtype=torch.int64),
-        response_token_ids=torch.tensor(sample.response_token_ids, dtype=torch.int64),
+        prompt_token_ids=torch.tensor(proto.prompt_token_ids, dtype=torch.int64),
+        response_token_ids=torch.tensor(proto.response_token_ids, dtype=torch.int64),
         rollout_logprobs=logprobs,
         loss_mask=mask,
-        advantages=advantages.advantages_BT[row, :length].float(),
-        group_id=sample.group_id,
-        sample_index=sample.sample_index,
-        trajectory_id=sample.trajectory_id,
+        advantages=torch.zeros(length),
+        group_id=proto.group_id,
+        sample_index=proto.sample_index,
+        trajectory_id=proto.trajectory_id,
         temperature=temperature,
-        routed_experts=routes_of(sample),
+        routed_experts=routes_of(proto),
         old_logprobs=logprobs if config.use_rollout_logprobs else None,
-        weight_versions=tuple(span.weight_version.step for span in sample.version_spans),
+        weight_versions=tuple(span.weight_version.step for span in proto.version_spans),
     )
 
 

@@ -10,7 +10,7 @@ from vime.common.v1 import trajectory_pb2
 from vime_trainer.algorithms.metrics import Metric, Metrics, pack, unpack, values
 from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.engine.sample import Sample
-from vime_trainer.rank.groups import Prepared
+from vime_trainer.rank.groups import Share
 
 
 def _mean(xs: Sequence[float]) -> Metric:
@@ -27,17 +27,17 @@ def reduced(metrics: Metrics, reduce: Reduce) -> dict[str, float]:
     return {name: value for name, value in total.items() if value is not None}
 
 
-def rollout_measures(prepared: Prepared, reduce: Reduce) -> dict[str, float]:
+def rollout_measures(share: Share, reduce: Reduce) -> dict[str, float]:
     """Of the batch as it came: rewards, lengths, truncation, failures."""
-    samples = prepared.all_protos
+    samples = share.all_protos
     lengths = [float(len(s.response_token_ids)) for s in samples]
     truncated = [float(s.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED) for s in samples]
     rewards: dict[int, list[float]] = {}
-    for place, reward in zip(prepared.places, prepared.rewards, strict=True):
+    for place, reward in zip(share.places, share.rewards, strict=True):
         rewards.setdefault(place, []).append(reward)
     mixed = [float(len(set(group)) > 1) for group in rewards.values()]
     sums: Metrics = {
-        "rollout/raw_reward": _mean(prepared.rewards),
+        "rollout/raw_reward": _mean(share.rewards),
         "rollout/response_len/mean": _mean(lengths),
         "rollout/total_lengths": _mean([len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]),
         "rollout/truncated_ratio": _mean(truncated),
@@ -45,7 +45,7 @@ def rollout_measures(prepared: Prepared, reduce: Reduce) -> dict[str, float]:
         "rollout/zero_std/count": _count(len(mixed) - sum(mixed)),
         "rollout/samples": _count(len(samples)),
         "rollout/unscored": _count(sum(not s.HasField("reward") for s in samples)),
-        "rollout/left_out": _count(len(prepared.left_out)),
+        "rollout/left_out": _count(len(share.left_out)),
         "rollout/response_tokens": _count(sum(lengths)),
         "rollout/cached_tokens": _mean([float(s.cached_tokens) for s in samples]),
         "rollout/reward_time": _mean([s.reward_time.seconds + s.reward_time.nanos / 1e9 for s in samples]),
