@@ -9,7 +9,7 @@ import pytest
 
 from vime_rollout.engine import FinishReason, PauseMode
 from vime_rollout.engines.fake import EOS, FakeEngine, make_weights
-from vime_rollout.generation import PIECE_TOKENS, Piece, cut_routes
+from vime_rollout.generation import PIECE_TOKENS, Piece, cut_routes, spans_of
 from vime_rollout.traffic import VersionSpan
 from vime_rollout.weights import Fence, FenceKind
 from vime_service.errors import (
@@ -121,6 +121,15 @@ async def test_a_resumed_sample_continues_after_its_tokens_with_routes_from_the_
     assert np.array_equal(prefilled.experts, whole.end.routes[0].experts[:24])
     pieces: list[Piece] = [p async for p in fake_stack.generation.stream(request_of("t", PROMPT, [1], **options), 10)]
     assert pieces[0].first_token == 4
+    assert pieces[0].spans == (VersionSpan(4, version(1)),)
+
+
+def test_a_piece_names_the_versions_of_its_own_tokens() -> None:
+    spans = [VersionSpan(0, version(1)), VersionSpan(40, version(2)), VersionSpan(50, version(3))]
+    assert spans_of(spans, 0, 32) == (VersionSpan(0, version(1)),)
+    assert spans_of(spans, 32, 64) == (VersionSpan(32, version(1)), *spans[1:])
+    assert spans_of(spans, 50, 64) == (VersionSpan(50, version(3)),)
+    assert spans_of(spans, 64, 64) == ()
 
 
 async def test_a_resumed_sample_does_not_draw_the_same_random_numbers_again(fake_stack: Stack) -> None:

@@ -41,24 +41,26 @@ def fence_of(message: FenceProto) -> Fence:
 
 
 def span_of(message: VersionSpan) -> Span:
-    """A version span."""
-    return Span(message.first_token, version_of(message.weight_version))
+    """A version span; weights that no run published have no version."""
+    version = version_of(message.weight_version) if message.HasField("weight_version") else None
+    return Span(message.first_token, version)
 
 
 def span_message(span: Span) -> VersionSpan:
     """A version span as message."""
-    version = span.version
-    return VersionSpan(
-        first_token=span.first_token,
-        weight_version=WeightVersion(run_id=version.run_id, incarnation=version.incarnation, step=version.step),
-    )
+    message = VersionSpan(first_token=span.first_token)
+    if span.version is not None:
+        message.weight_version.run_id = span.version.run_id
+        message.weight_version.incarnation = span.version.incarnation
+        message.weight_version.step = span.version.step
+    return message
 
 
 def report_of(request: HeartbeatRequest) -> Report:
     """A heartbeat.
 
     Raises:
-        InvalidArgument: it does not say who it is from, or says that it serves but not what.
+        InvalidArgument: it does not say who it is from.
     """
     status, info = request.status, request.status.info
     for field in ("engine_id", "boot_id", "address", "model_id"):
@@ -69,20 +71,13 @@ def report_of(request: HeartbeatRequest) -> Report:
     except ValueError as error:
         raise InvalidArgument(str(error), field="status.info.address", engine_id=info.engine_id) from None
     version = version_of(status.weight_version) if status.HasField("weight_version") else None
-    state = _state_of(status)
-    if state is EngineState.SERVING and info.updatable and version is None:
-        raise InvalidArgument(
-            f"engine {info.engine_id} says SERVING without a weight_version",
-            field="status.weight_version",
-            engine_id=info.engine_id,
-        )
     return Report(
         engine_id=info.engine_id,
         boot_id=info.boot_id,
         address=info.address,
         model_id=info.model_id,
         updatable=info.updatable,
-        state=state,
+        state=_state_of(status),
         version=version,
         highest_seen=version_of(request.highest_seen) if request.HasField("highest_seen") else None,
         load=_load_of(status),
