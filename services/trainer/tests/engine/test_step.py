@@ -199,6 +199,33 @@ def test_kl_to_the_reference_needs_reference_logprobs_of_every_sample(moe_dir: P
     assert result.metrics["kl_loss"] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_stays_where_the_run_began(moe_dir: Path, sample_maker: Maker, dtype: str) -> None:
+    engine = make(moe_dir, keep_reference=True, dtype=dtype)
+    samples = [sample_maker(4, 5, seed=i) for i in range(3)]
+    begin = engine.score(samples)
+    for _ in range(2):
+        engine.train_step(samples, TOKEN_MEAN)
+    before, own = snapshot(engine), engine.score(samples)
+    reference = engine.score(samples, reference=True)
+    assert all(torch.equal(a, b) for a, b in zip(begin, reference, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(own, reference, strict=True))
+    assert same(before, snapshot(engine))
+    assert all(torch.equal(a, b) for a, b in zip(own, engine.score(samples), strict=True))
+    with pytest.raises(ValueError, match="keep_reference"):
+        make(moe_dir).score(samples, reference=True)
+
+
+def test_an_unsharded_optimizer_sees_the_gradients_of_a_sharded_one(moe_dir: Path, sample_maker: Maker) -> None:
+    # Gradients that stay on the parameters would double from the second step on; Adam would hide it.
+    samples = [sample_maker(4, n, seed=n) for n in (2, 5)]
+    norms = []
+    for distributed in (True, False):
+        engine = make(moe_dir, optimizer=OptimizerConfig(lr=1e-3, distributed=distributed))
+        norms.append([engine.train_step(samples, TOKEN_MEAN).grad_norm for _ in range(3)])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_the_entropy_bonus_has_a_gradient(moe_dir: Path, sample_maker: Maker) -> None:
     samples = [sample_maker(4, 5, advantages=per_token(0.0, 5))]
     without = make(moe_dir).train_step(samples, PolicyLoss(PolicyLossConfig()))

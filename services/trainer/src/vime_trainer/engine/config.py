@@ -110,6 +110,9 @@ class EngineConfig(_Settings):
     routing_replay: bool = True
     """Train MoE models on the routes of the rollout (R3). Samples without routes are refused while this is on."""
 
+    keep_reference: bool = False
+    """Keep a copy of the starting weights on the host, to score with as the reference policy of a KL term."""
+
     threads: int = Field(default=1, ge=1)
     """Intra-op threads of this rank. On CPU results are bit-identical only for one and the same number."""
 

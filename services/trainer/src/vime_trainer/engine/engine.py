@@ -13,6 +13,7 @@ from vime_trainer.engine.config import EngineConfig
 from vime_trainer.engine.forward import Forward
 from vime_trainer.engine.objective import Loss, SupervisedLoss
 from vime_trainer.engine.optimizer import Updater, build_optimizer
+from vime_trainer.engine.reference import ReferenceWeights
 from vime_trainer.engine.replay import RoutingReplay, check_trace
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.sft import Demonstration, as_samples
@@ -47,6 +48,7 @@ class Engine:
             )
             hooks.install_swap(module, config.test_hooks.swap_kth_expert_fraction, config.seed)
         wrapped = model.wrap_model(module, config)
+        self._reference = ReferenceWeights(module) if config.keep_reference else None
         self._updater = Updater(build_optimizer(wrapped, config), config)
         replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
         self._forward = Forward(wrapped, self._shape, replay, self._device, config.micro_batch_tokens)
@@ -98,14 +100,20 @@ class Engine:
         self._check(samples, needs_trace=False)
         return self._trainer.train(samples, SupervisedLoss(), mini_batches=1, replay=False)
 
-    def score(self, samples: Sequence[Sample], replay: bool = True) -> list[torch.Tensor]:
-        """Log-probabilities of the response tokens under the current weights: float32 [response] per sample, in order.
+    def score(self, samples: Sequence[Sample], replay: bool = True, reference: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities of the response tokens, float32 [response] per sample, in order. Forward only.
 
-        `replay` uses the samples' routes (MoE only); without it the model routes by itself.
+        `replay` uses the samples' routes (MoE only); without it the model routes by itself. `reference` scores with the
+        weights that the engine started from (needs `keep_reference`) instead of the current ones.
         """
         replay = replay and self._shape.is_moe
         self._check(samples, replay)
-        return self._forward.score(samples, replay)
+        if not reference:
+            return self._forward.score(samples, replay)
+        if self._reference is None:
+            raise ValueError("the reference policy is not kept: keep_reference = false")
+        with self._reference.in_use():
+            return self._forward.score(samples, replay)
 
     @torch.no_grad()
     def next_token_logits(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
