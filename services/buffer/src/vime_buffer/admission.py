@@ -85,7 +85,7 @@ def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Adm
         # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
         return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
     refills = _refills(ledger, run, table, wanted)
-    slots = min(counts["free_slots"], wanted - len(refills))
+    slots = max(0, min(counts["free_slots"], wanted) - len(refills))  # they take theirs first
     waiting = _ids(
         ledger,
         "SELECT id FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NULL ORDER BY admission LIMIT ?",

@@ -1,0 +1,109 @@
+"""The awaited half of the buffer: what becomes of calls whose caller went away, and of polls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from vime_buffer import leases
+from vime_buffer.buffer import Buffer
+from vime_buffer.changes import Changes
+from vime_buffer.ledger import Ledger, LedgerOptions
+from vime_buffer.testing import RUN_ID, table, write_prompts
+from vime_buffer.values import Version
+from vime_service.clock import ManualClock
+from vime_service.errors import Draining
+
+
+@pytest.fixture
+async def buffer(ledger_dir):
+    options = LedgerOptions(folder=ledger_dir / "ledger", run_id=RUN_ID, seed=7)
+    opened = Buffer(Ledger(options, ManualClock()))
+    await opened.create_table(table(write_prompts(ledger_dir / "train.jsonl", 10)))
+    await opened.open_incarnation(RUN_ID, 0, 0, "", regenerate=False)
+    await opened.announce_version(Version(RUN_ID, 1, 0))
+    yield opened
+    await opened.close()
+
+
+async def test_a_lease_that_waits_for_the_writer_is_never_granted_to_a_caller_who_left(buffer):
+    release = threading.Event()
+    blocking = buffer._writer.submit(lambda ledger: release.wait(10))
+    asked = asyncio.create_task(buffer.lease_prompts("w", 2, [], 5.0))
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    release.set()
+    assert blocking.result(10)
+    assert (await buffer.table("train")).counts.drawn == 0
+
+
+async def test_a_lease_that_is_being_committed_when_its_caller_leaves_is_given_back(buffer, monkeypatch):
+    entered, release = threading.Event(), threading.Event()
+    real = leases.lease_prompts
+
+    def slow(*arguments):
+        entered.set()
+        assert release.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(leases, "lease_prompts", slow)
+    asked = asyncio.create_task(buffer.lease_prompts("w", 2, [], 5.0))
+    assert await asyncio.to_thread(entered.wait, 10)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    release.set()
+    monkeypatch.setattr(leases, "lease_prompts", real)
+    again = await buffer.lease_prompts("w", 2, [], 5.0)
+    counts = (await buffer.table("train")).counts
+    assert [lease.attempt for lease in again.leases] == [1, 1]
+    assert (counts.drawn, counts.requeued, counts.open) == (4, 2, 2)
+
+
+async def test_a_poll_is_woken_by_a_change_and_not_by_a_timer():
+    changes = Changes(asyncio.get_running_loop())
+    looks = 0
+
+    async def look():
+        nonlocal looks
+        looks += 1
+        return looks, looks == 3
+
+    polling = asyncio.create_task(changes.poll(look, 30))
+    for _ in range(2):
+        await asyncio.sleep(0.02)
+        changes.announce()
+    assert await asyncio.wait_for(polling, 5) == 3
+
+
+async def test_a_change_during_a_look_is_not_missed():
+    changes = Changes(asyncio.get_running_loop())
+    looks = 0
+
+    async def look():
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            changes.announce()  # it happens after this look read its state
+        return looks, looks == 2
+
+    assert await asyncio.wait_for(changes.poll(look, 30), 5) == 2
+
+
+async def test_a_poll_ends_with_its_time_or_with_the_service():
+    changes = Changes(asyncio.get_running_loop())
+
+    async def look():
+        return "blocked", False
+
+    assert await changes.poll(look, 0.05) == "blocked"
+    assert await changes.poll(look, 0) == "blocked"
+    polling = asyncio.create_task(changes.poll(look, 30))
+    await asyncio.sleep(0.02)
+    changes.stop()
+    with pytest.raises(Draining):
+        await polling
