@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the starting model of the addition recipe.")
     parser.add_argument("--out", type=Path, required=True, help="HF directory to write; must not exist")
-    parser.add_argument("--steps", type=int, default=250, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=265, help="supervised steps")
     parser.add_argument("--batch", type=int, default=128, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate; it falls linearly to a tenth")
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
