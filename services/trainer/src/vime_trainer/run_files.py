@@ -30,9 +30,11 @@ class RunFiles:
         record = {"event": "incarnation", "incarnation": version.incarnation, "resume_step": resume_step}
         self._append(self._metrics, [record | {"rewound_groups": rewound_groups} | dict(publish)])
 
-    def step(self, step: int, version: Version, skipped: bool, metrics: Mapping[str, float]) -> None:
-        """A step was completed."""
-        head = {"step": step, "version": str(version), "skipped": skipped}
+    def step(
+        self, step: int, version: Version, skipped: bool, group_ids: Sequence[str], metrics: Mapping[str, float]
+    ) -> None:
+        """A step was completed on these groups."""
+        head = {"step": step, "version": str(version), "skipped": skipped, "group_ids": list(group_ids)}
         self._append(self._metrics, [head | dict(metrics)])
 
     def evaluation(self, table: str, step: int, metrics: Mapping[str, float]) -> None:

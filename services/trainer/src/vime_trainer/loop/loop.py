@@ -260,12 +260,12 @@ class TrainingLoop:
         )
         if published is not None:
             metrics |= _publish_metrics(published)
-        self._files.step(step, version, trained.skipped, metrics)
+        ids = [g.group_id for g in batch.groups]
+        self._files.step(step, version, trained.skipped, ids, metrics)
         self._files.samples(step, trained.sample_json)
         for sample, reason in trained.left_out.items():
             logger.warning("step %d left out sample %s: %s", step, sample, reason)
         await self._say(train_step=step, activity="")
-        ids = [g.group_id for g in batch.groups]
         await self._events.add(
             StepEvent(step, metrics, ids, trained.skipped, None if published is None else published.version)
         )
