@@ -29,8 +29,14 @@ async def buffer(ledger_dir):
 
 
 async def test_a_lease_that_waits_for_the_writer_is_never_granted_to_a_caller_who_left(buffer):
-    release = threading.Event()
-    blocking = buffer._writer.submit(lambda ledger: release.wait(10))
+    entered, release = threading.Event(), threading.Event()
+
+    def block(ledger):
+        entered.set()
+        return release.wait(10)
+
+    blocking = buffer._writer.submit(block)
+    assert await asyncio.to_thread(entered.wait, 10)
     asked = asyncio.create_task(buffer.lease_prompts("w", 2, [], 5.0))
     await asyncio.sleep(0.05)
     asked.cancel()
