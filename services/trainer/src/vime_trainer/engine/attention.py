@@ -42,8 +42,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[length, batch, heads, head_dim] (keys and values: groups instead of heads) -> [length, batch, heads *
-        head_dim]."""
+        """Attend: query [length, batch, heads, head_dim] -> [length, batch, heads * head_dim].
+
+        Keys and values have groups in place of heads.
+        """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise ValueError("CausalAttention takes right-padded batches: no mask, no bias, no packed sequences")
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))

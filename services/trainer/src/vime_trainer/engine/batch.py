@@ -44,8 +44,10 @@ class MicroBatch:
         return self.input_ids.numel()
 
     def response(self, per_position: torch.Tensor) -> torch.Tensor:
-        """[batch, width] values per position -> [rows, longest response], differentiable. Padding holds arbitrary
-        values."""
+        """[batch, width] values per position -> [rows, longest response], differentiable.
+
+        Padding holds arbitrary values.
+        """
         return per_position[: len(self.rows)].gather(1, self.response_at)
 
 

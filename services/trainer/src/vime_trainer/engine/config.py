@@ -10,8 +10,10 @@ class _Settings(BaseModel):
 
 
 class OptimizerConfig(_Settings):
-    """AdamW and its learning-rate schedule. One schedule step is one *taken* optimizer step: skipped steps do not
-    count."""
+    """AdamW and its learning-rate schedule.
+
+    One schedule step is one *taken* optimizer step: skipped steps do not count.
+    """
 
     lr: float = Field(default=5e-5, gt=0)
     """Peak learning rate, reached at the end of the warm-up."""
@@ -82,8 +84,10 @@ class TestHooks(_Settings):
     __test__ = False  # not a test class, whatever pytest thinks of its name
 
     swap_kth_expert_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of tokens whose k-th expert is exchanged for the (k+1)-th in the trainer's OWN top-k. Shows that replay
-    holds."""
+    """Share of tokens whose k-th expert is exchanged for the (k+1)-th in the trainer's OWN top-k.
+
+    Shows that replay holds.
+    """
 
 
 class EngineConfig(_Settings):

@@ -66,8 +66,10 @@ class Entry:
 
 
 def entry_for(name: str) -> Entry:
-    """The HF counterpart of a Megatron parameter. Raises WeightMapError for a parameter that the table does not
-    know."""
+    """The HF counterpart of a Megatron parameter.
+
+    Raises WeightMapError for a parameter that the table does not know.
+    """
     if name in _OUTSIDE:
         return Entry("as_is", (_OUTSIDE[name],))
     parts = name.split(".")
@@ -144,8 +146,10 @@ class Checkpoint:
 
 
 def load(model: nn.Module, shape: ModelShape, checkpoint: Checkpoint) -> None:
-    """Copy every weight of `checkpoint` into an unwrapped model. Raises WeightMapError naming the tensors that do not
-    fit."""
+    """Copy every weight of `checkpoint` into an unwrapped model.
+
+    Raises WeightMapError naming the tensors that do not fit.
+    """
     wanted = {n for name, _ in model.named_parameters() for n in entry_for(name).hf_names}
     _compare_names(wanted, checkpoint, shape)
     for name, parameter in model.named_parameters():

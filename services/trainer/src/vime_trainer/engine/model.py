@@ -77,8 +77,10 @@ def _moe_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_model(shape: ModelShape, config: EngineConfig, device: torch.device) -> nn.Module:
-    """A GPTModel on `device`, weights not yet loaded. Its forward takes ids [batch, length] and gives logits of that
-    order."""
+    """A GPTModel on `device`, weights not yet loaded.
+
+    Its forward takes ids [batch, length] and gives logits of that order.
+    """
     settings = transformer_config(shape, config)
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:

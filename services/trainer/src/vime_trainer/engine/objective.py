@@ -37,8 +37,10 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Any objective of the library, with corrections, KL and entropy. See `policy_loss` for `objective` and
-    `reducer`."""
+    """Any objective of the library, with corrections, KL and entropy.
+
+    See `policy_loss` for `objective` and `reducer`.
+    """
 
     config: PolicyLossConfig
     objective: Objective | None = None

@@ -69,8 +69,10 @@ def _owned(part: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
 
 
 def dump(optimizer: MegatronOptimizer, module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's pieces as tensors for one safetensors file; copies, on the host. What all ranks hold, rank 0
-    writes."""
+    """This rank's pieces as tensors for one safetensors file; copies, on the host.
+
+    What all ranks hold, rank 0 writes.
+    """
     out: dict[str, torch.Tensor] = {}
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     if rank > 0 and not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -86,8 +88,10 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(optimizer: MegatronOptimizer, module: nn.Module, files: list[Path]) -> None:
-    """Fill this rank's pieces from all ranks' files. Raises CheckpointError naming a parameter whose elements are
-    missing."""
+    """Fill this rank's pieces from all ranks' files.
+
+    Raises CheckpointError naming a parameter whose elements are missing.
+    """
     index = _Index(files)
     for piece in pieces(optimizer, module):
         if piece.is_copy:

@@ -71,8 +71,10 @@ def align(traces: Sequence[torch.Tensor], lengths: Sequence[int], width: int, sh
 
 
 def tokens_per_expert(traces: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-    """int64 [moe_layers, experts]: how many real tokens go to each expert. Padding is not in a trace, so it cannot
-    count."""
+    """int64 [moe_layers, experts]: how many real tokens go to each expert.
+
+    Padding is not in a trace, so it cannot count.
+    """
     counts = torch.zeros(len(shape.moe_layers), shape.num_experts, dtype=torch.int64)
     for trace in traces:
         ids = trace.to(torch.int64).transpose(0, 1).reshape(len(shape.moe_layers), -1)
@@ -103,8 +105,10 @@ class RoutingReplay:
 
     @contextmanager
     def session(self) -> Iterator["RoutingReplay"]:
-        """Replay inside of the block. Nothing stays behind, whatever happens in it; a clean exit checks that all was
-        used."""
+        """Replay inside of the block.
+
+        Nothing stays behind, whatever happens in it; a clean exit checks that all was used.
+        """
         if self._active:
             raise RoutingTraceError("a replay session is open already")
         self._active, self._loaded, self._calls = True, 0, [0] * len(self._routers)

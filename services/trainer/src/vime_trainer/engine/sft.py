@@ -10,8 +10,10 @@ from vime_trainer.engine.sample import Sample
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids with the mask of those to learn, both 1-D of one length. Nothing precedes the first: it is not
-    learnt."""
+    """Token ids with the mask of those to learn, both 1-D of one length.
+
+    Nothing precedes the first: it is not learnt.
+    """
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor

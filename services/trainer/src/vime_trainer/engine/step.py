@@ -36,13 +36,17 @@ class StepResult:
     """What one call trained. `trained` and `logprobs` are this rank's; everything else is the same on every rank."""
 
     metrics: dict[str, float | None]
-    """The loss's metrics over the global batch, by its names; a metric that is a sum is the mean over optimizer
-    steps."""
+    """The loss's metrics over the global batch, by its names.
+
+    A metric that is a sum is the mean over optimizer steps.
+    """
     loss: float
     """Global loss, mean over the optimizer steps. Not finite if one was skipped for it."""
     grad_norm: float
-    """Largest global norm before clipping among the optimizer steps; the non-finite one if a step was skipped for
-    it."""
+    """Largest global norm before clipping among the optimizer steps.
+
+    The non-finite one if a step was skipped for it.
+    """
     lr: float
     """Learning rate of the last optimizer step."""
     steps_taken: int
@@ -71,8 +75,10 @@ class Trainer:
         settings.no_sync_func = forward.model.no_sync
 
     def train(self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int, replay: bool) -> StepResult:
-        """Train on this rank's `samples` in `mini_batches` optimizer steps. Every rank calls it, also without
-        samples."""
+        """Train on this rank's `samples` in `mini_batches` optimizer steps.
+
+        Every rank calls it, also without samples.
+        """
         if mini_batches < 1:
             raise ValueError(f"mini_batches = {mini_batches} must be at least 1")
         old = self._old_logprobs(samples, loss, mini_batches, replay)
@@ -117,8 +123,10 @@ class Trainer:
 
 
 class _Run:
-    """Forward and backward of one mini-batch. Leaves reduced gradients in the buffers, and what it saw in its
-    fields."""
+    """Forward and backward of one mini-batch.
+
+    Leaves reduced gradients in the buffers, and what it saw in its fields.
+    """
 
     def __init__(
         self,

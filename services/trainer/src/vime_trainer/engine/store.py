@@ -48,8 +48,10 @@ class Store:
         self.root, self._keep_last = root, keep_last
 
     def begin(self, step: int, token: str) -> Path:
-        """A fresh temporary directory for `step`; removes what torn saves left behind. `token` makes its name
-        unique."""
+        """A fresh temporary directory for `step`; removes what torn saves left behind.
+
+        `token` makes its name unique.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         work = self.working_directory(step, token)
@@ -80,8 +82,10 @@ class Store:
         shutil.rmtree(work, ignore_errors=True)
 
     def latest(self) -> Path | None:
-        """The committed checkpoint; None if none was ever committed. Raises CheckpointError if the pointer leads
-        nowhere."""
+        """The committed checkpoint; None if none was ever committed.
+
+        Raises CheckpointError if the pointer leads nowhere.
+        """
         pointer = self.root / POINTER
         if not pointer.exists():
             return None
@@ -94,8 +98,10 @@ class Store:
         return path
 
     def verify(self) -> None:
-        """Compare the latest checkpoint's files with its manifest. Raises CheckpointError naming the first that
-        differs."""
+        """Compare the latest checkpoint's files with its manifest.
+
+        Raises CheckpointError naming the first that differs.
+        """
         path = self.latest()
         if path is not None:
             for file, facts in read_manifest(path)["files"].items():
@@ -152,8 +158,10 @@ class Store:
         shutil.rmtree(trash, ignore_errors=True)
 
     def _free_name(self, step: int) -> Path:
-        """The same step may be saved again after a resume from an older one; the old directory may still be pointed
-        to."""
+        """The same step may be saved again after a resume from an older one.
+
+        The old directory may still be pointed to.
+        """
         path, again = self.root / f"step_{step:06d}", 0
         while path.exists():
             again += 1
