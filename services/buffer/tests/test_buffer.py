@@ -11,8 +11,8 @@ from vime_buffer import leases
 from vime_buffer.buffer import Buffer
 from vime_buffer.changes import Changes
 from vime_buffer.ledger import Ledger, LedgerOptions
-from vime_buffer.testing import RUN_ID, table, write_prompts
-from vime_buffer.values import Version
+from vime_buffer.testing import RUN_ID, finished, table, write_prompts
+from vime_buffer.values import Failure, Version
 from vime_service.clock import ManualClock
 from vime_service.errors import Draining
 
@@ -68,6 +68,28 @@ async def test_a_lease_that_is_being_committed_when_its_caller_leaves_is_given_b
     counts = (await buffer.table("train")).counts
     assert [lease.attempt for lease in again.leases] == [1, 1]
     assert (counts.drawn, counts.requeued, counts.open) == (4, 2, 2)
+
+
+async def test_workers_that_wait_are_woken_by_free_slots_and_not_by_inserts(buffer, monkeypatch):
+    first, second = (await buffer.lease_prompts("w", 2, [], 0)).leases
+    looks = 0
+    real = leases.lease_prompts
+
+    def counted(*arguments):
+        nonlocal looks
+        looks += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(leases, "lease_prompts", counted)
+    waiting = asyncio.create_task(buffer.lease_prompts("w", 2, [], 20))
+    await asyncio.sleep(0.05)
+    insert = finished(first)
+    await buffer._write(lambda ledger: leases.insert_group(ledger, insert))
+    await asyncio.sleep(0.05)
+    assert looks == 1
+    await buffer.fail_prompt(second.lease_id, Failure.GENERATION, "")
+    (again,) = (await asyncio.wait_for(waiting, 5)).leases
+    assert (again.group_id, looks) == (second.group_id, 2)
 
 
 async def test_a_poll_is_woken_by_a_change_and_not_by_a_timer():

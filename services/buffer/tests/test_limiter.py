@@ -35,12 +35,9 @@ def test_steps_without_a_publish_take_their_staleness_from_the_window():
     assert free_slots(Occupancy(0, 0, 0), limits, unpublished_steps=2) == 0
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize("interval", [1, 2, 4])
+@pytest.mark.parametrize(("k", "interval"), [(0, 1), (1, 1), (1, 2), (3, 1), (3, 2), (3, 4)])
 def test_in_admission_order_no_group_is_ever_older_than_k(k, interval):
     """Plays the rule for 40 steps with the slowest possible training and the fastest possible rollout."""
-    if interval - 1 > k:
-        pytest.skip("refused at start")
     gps, limits = 3, Limits(groups_per_step=3, max_staleness=k)
     stored: list[int] = []  # policy step of each waiting group, in admission order
     policy = 0

@@ -238,6 +238,7 @@ def complete_step(
     if published is not None:
         ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", published.incarnation, published.step)
     opened = _after_step(ledger, step, final)
+    ledger.workers_may_go_on = True
     return Completed(_checkpoint_wanted(ledger, batch["table_id"]), opened)
 
 
@@ -252,6 +253,7 @@ def _completed_again(
         )
     if final and step == run.completed_step:
         _after_step(ledger, step, final)
+        ledger.workers_may_go_on = True
     wanted = batch is not None and _checkpoint_wanted(ledger, batch["table_id"])
     return Completed(wanted, opened_at(ledger, step))
 

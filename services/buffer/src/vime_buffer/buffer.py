@@ -65,8 +65,10 @@ class Buffer:
     def __init__(self, ledger: Ledger, limits: BufferLimits | None = None) -> None:
         self._ledger = ledger
         self._limits = limits or BufferLimits()
-        self.changes = Changes(asyncio.get_running_loop())
-        self._writer = Writer(ledger, self.changes.announce_from_thread)
+        loop = asyncio.get_running_loop()
+        self.changes = Changes(loop)
+        self._slots = Changes(loop)
+        self._writer = Writer(ledger, self._committed)
         self._reading = Database(ledger.db.path, read_only=True)
         # One thread for the one reading connection; payload files are read side by side.
         self._reader = ThreadPoolExecutor(1, "ledger-reader")
@@ -76,12 +78,24 @@ class Buffer:
 
     async def close(self) -> None:
         """Finish what waits and close the files."""
-        self.changes.stop()
+        self.stop_waiting()
         await asyncio.to_thread(self._writer.close)
         self._reader.shutdown()
         self._payloads.shutdown()
         self._reading.close()
         self._ledger.close()
+
+    def stop_waiting(self) -> None:
+        """End every poll and watch."""
+        self.changes.stop()
+        self._slots.stop()
+
+    def _committed(self) -> None:
+        """Wake who waits; called in the writer's thread. Hundreds of workers are not woken by every insert."""
+        self.changes.announce_from_thread()
+        if self._ledger.workers_may_go_on:
+            self._ledger.workers_may_go_on = False
+            self._slots.announce_from_thread()
 
     async def sweep(self) -> None:
         """End leases whose time is over, for ever; to be run as a task."""
@@ -102,7 +116,7 @@ class Buffer:
             raise InvalidArgument("max_prompts must be at least 1, not 0", field="max_prompts", value=max_prompts)
         self._asking += 1
         try:
-            return await self.changes.poll(lambda: self._try_lease(worker_id, max_prompts, tables), wait_s)
+            return await self._slots.poll(lambda: self._try_lease(worker_id, max_prompts, tables), wait_s)
         finally:
             self._asking -= 1
             self._asked_at = self._ledger.clock.now()

@@ -80,6 +80,7 @@ def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -
     )  # fmt: skip
     table_id = ledger.db.value("SELECT id FROM tables WHERE name = ?", settings.name)
     ledger.add_table(table_id, settings, source)
+    ledger.workers_may_go_on = True
     return settings
 
 
@@ -136,7 +137,7 @@ def delete_groups(ledger: Ledger, table_name: str, group_ids: Sequence[str]) -> 
         raise InvalidArgument(f'groups of "{table_name}" belong to their eval round', field="table", value=table_name)
     for group_id in dict.fromkeys(group_ids):
         _delete_group(ledger, table, group_id)
-    ledger.segments_may_have_died = True
+    ledger.segments_may_have_died = ledger.workers_may_go_on = True
     return len(set(group_ids))
 
 

@@ -143,6 +143,7 @@ def announce_version(ledger: Ledger, version: Version) -> tuple[str, ...]:
     if run.policy is not None:
         return opened_at(ledger, version.step)
     ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", version.incarnation, version.step)
+    ledger.workers_may_go_on = True
     return announce_rounds(ledger, version.step, version)
 
 

@@ -163,7 +163,8 @@ def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
         facts.response_tokens, row["id"],
     )  # fmt: skip
     ledger.bump(table.id, "inserted")
-    ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id)
+    if ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id):
+        ledger.workers_may_go_on = True  # too many drops may have held them
     if row["eval_step"] is not None:
         finish_round_if_done(ledger, table, row["eval_step"])
 
@@ -182,6 +183,7 @@ def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     )  # fmt: skip
     ledger.bump(row["table_id"], "inserted")
     ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
+    ledger.workers_may_go_on = True
 
 
 def _check_versions(ledger: Ledger, row: sqlite3.Row, insert: Insert, *, exact: bool) -> Version:

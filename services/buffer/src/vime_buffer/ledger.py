@@ -96,11 +96,23 @@ class Ledger:
         """When each open lease ends, on `clock`."""
         self.next_end = 0.0
         """No lease ends before; spares a look at all of them."""
+        self.workers_may_go_on = False
+        """A prompt or a slot became free since the last commit: workers that wait are to look again."""
+        self.segments_may_have_died = False
+        """Payloads went since the last commit."""
         try:
             options.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock_folder(options.folder)
         except OSError as error:
             raise storage_failed(options.folder, error, "use") from None
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open(self) -> None:
+        options = self.options
         self.db = Database(options.folder / "ledger.sqlite")
         self._begin_run()
         ends = self.db.all(
@@ -155,8 +167,6 @@ class Ledger:
             self.segments_may_have_died = False
             live = self.db.all("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL")
             self.segments.delete_dead({row["segment"] for row in live})
-
-    segments_may_have_died = False
 
     # -------------------------------------------------------------- the run
 
@@ -257,6 +267,7 @@ class Ledger:
         )
         self.bump(row["table_id"], "requeued")
         self.ends_at.pop(row["lease_id"], None)
+        self.workers_may_go_on = True
 
     def give_up(self, row: Any, reason: str) -> None:
         """An open attempt ends and was the last."""
@@ -268,6 +279,7 @@ class Ledger:
         )
         self.bump(row["table_id"], "given_up", reason)
         self.ends_at.pop(row["lease_id"], None)
+        self.workers_may_go_on = True
 
     def evict(self, row: Any, reason: str, *, to: State = State.QUEUED, keep_place: bool = False) -> None:
         """A group that was inserted goes, counted; its prompt waits to be generated again (or is withdrawn)."""
@@ -283,7 +295,7 @@ class Ledger:
             to,
             row["id"],
         )
-        self.segments_may_have_died = True
+        self.segments_may_have_died = self.workers_may_go_on = True
 
     # -------------------------------------------------------------- opening
 

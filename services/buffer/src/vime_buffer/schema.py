@@ -96,6 +96,7 @@ CREATE TABLE batches (
     outcome INTEGER,
     final INTEGER NOT NULL DEFAULT 0
 );
+CREATE INDEX batches_skipped ON batches (step) WHERE outcome = 2;
 
 CREATE TABLE evictions (
     id INTEGER PRIMARY KEY,

@@ -44,7 +44,7 @@ class PromptServicer(prompt_service_pb2_grpc.PromptServiceServicer):
         return pb.InsertGroupResponse(already_present=there)
 
     async def FailPrompt(self, request: pb.FailPromptRequest, context: Any) -> pb.FailPromptResponse:
-        known = request.failure in Failure._value2member_map_
-        failure = Failure(request.failure) if known else Failure.UNSPECIFIED
+        known = {failure.value for failure in Failure}  # a newer worker may name a class that we do not know
+        failure = Failure(request.failure) if request.failure in known else Failure.UNSPECIFIED
         given_up = await self._buffer.fail_prompt(request.lease_id, failure, request.detail)
         return pb.FailPromptResponse(given_up=given_up)

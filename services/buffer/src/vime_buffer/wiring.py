@@ -56,7 +56,7 @@ def registration(settings: BufferSettings, clock: Clock | None = None) -> Regist
         )
         service.serves(*SERVICES)
         service.spawn(buffer.sweep(), "lease sweep")
-        service.on_stopping(buffer.changes.stop)
+        service.on_stopping(buffer.stop_waiting)
         service.on_cleanup(buffer.close)
         if service.telemetry is not None:
             register_metrics(service.telemetry.metrics, buffer.look)
