@@ -318,7 +318,23 @@ async def test_an_aborted_update_gives_its_memory_back_and_can_be_sent_again(fak
     assert fake_stack.weights.name == "SERVING"
     await fake_stack.updater.abort(version(2), "again")
     await fake_stack.publish(2, B)
-    assert not list(fake_stack.config.staging_dir.glob("vime-rollout-*/*"))
+
+
+async def test_staging_memory_is_used_again_unless_its_transfer_failed(fake_stack: Stack) -> None:
+    def files() -> list[tuple[str, int]]:
+        return [(p.name, p.stat().st_ino) for p in fake_stack.config.staging_dir.glob("vime-rollout-*/*")]
+
+    await fake_stack.publish(1, A)
+    (first,) = files()
+    await fake_stack.publish(2, B)
+    assert files() == [first]
+    damaged = {**C, "table.weight": C["table.weight"] + 1}
+    with pytest.raises(DigestMismatch):
+        await fake_stack.stage(manifest_of(3, C), damaged)
+    await fake_stack.publish(3, C)
+    (second,) = files()
+    assert second[0] != first[0]
+    assert await greedy(fake_stack) == await greedy_of(C, fake_stack)
 
 
 async def test_what_was_never_prepared_cannot_be_awaited_or_committed(fake_stack: Stack) -> None:

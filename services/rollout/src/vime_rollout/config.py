@@ -79,6 +79,8 @@ class UpdateConfig(ConfigModel):
 
     staging_dir: Path = Path("/dev/shm")
     """Directory for staged weights; the engine's worker maps the file, so memory-backed is best."""
+    keep_staging: bool = True
+    """Keep the staging memory of one version for the next: faster, and holds the model's size in `staging_dir`."""
     payload_dir: Path | None = None
     """Root of the payload store that PullUpdate reads from. Unset: PullUpdate is refused."""
     transfer_timeout_seconds: float = Field(default=60.0, gt=0)

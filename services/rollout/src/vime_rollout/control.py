@@ -77,7 +77,7 @@ class Control:
             except EngineError as error:
                 await self._go_on()
                 raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
-            self._held.asleep = True
+            self._held.asleep = self._updater.asleep = True
             return freed
 
     async def take_device(self, caller: VersionKey) -> None:
@@ -108,7 +108,7 @@ class Control:
     async def _go_on(self) -> None:
         self._cancel_expiry()
         held, self._held = self._held, None
-        self._updater.keep_paused = False
+        self._updater.keep_paused = self._updater.asleep = False
         try:
             if held is not None and held.asleep:
                 await self._engine.wake()

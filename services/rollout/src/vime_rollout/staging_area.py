@@ -12,22 +12,42 @@ _PREFIX = "vime-rollout-"
 
 
 class StagingArea:
-    """`<root>/vime-rollout-<pid>/`, one file per staged version."""
+    """`<root>/vime-rollout-<pid>/`, one file per staged version, the last of which may be used again.
 
-    def __init__(self, root: Path) -> None:
+    Pages of a fresh memory-backed file are slow to touch (about 1 GB/s), so a file that did its work is kept for the
+    next version. One of a transfer that failed is not: a late write of that transfer could still reach it.
+    """
+
+    def __init__(self, root: Path, keep: bool = True) -> None:
         """Make the directory, and remove those of processes that are gone."""
         remove_stale(root)
         self.path = staging_path(root, os.getpid())
         self.path.mkdir(mode=0o700, parents=True)
+        self._keep = keep
+        self._spare: FileStaging | None = None
         self._made = 0
 
     def reserve(self, manifest: Manifest) -> FileStaging:
         """Memory for a manifest's tensors. Raises `StagingError` naming both numbers when there is too little."""
+        needed = manifest.plan.total_bytes
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.buffer.numel() == needed:
+            return spare
+        if spare is not None:
+            spare.close()
         self._made += 1
-        return FileStaging(self.path / f"weights-{self._made}", manifest.plan.total_bytes)
+        return FileStaging(self.path / f"weights-{self._made}", needed)
+
+    def put_back(self, staging: FileStaging) -> None:
+        """Keep memory for the next version, or free it."""
+        if self._keep and self._spare is None:
+            self._spare = staging
+        else:
+            staging.close()
 
     def close(self) -> None:
         """Remove the directory and everything in it."""
+        self._spare = None
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -93,6 +93,7 @@ class Updater:
         self._transfer: Transfer | None = None
         self._commit: tuple[VersionKey, asyncio.Task[CommittedUpdate]] | None = None
         self.keep_paused = False
+        self.asleep = False
 
     async def prepare(
         self, manifest: Manifest, rendezvous: Rendezvous, timeout_s: float | None = None
@@ -143,6 +144,8 @@ class Updater:
                 raise InvalidArgument(
                     f"a canary has {len(prompt.token_ids)} ids and {len(prompt.logprobs)} logprobs", field="canary"
                 )
+        if self.asleep:
+            raise FailedPrecondition("the device is given away: ReturnDevice first", state="asleep", wanted="awake")
         serving = self._weights.serving
         if serving is not None and serving.version == version and self._weights.update is None:
             return CommittedUpdate(None, 0.0, 0)
@@ -205,7 +208,7 @@ class Updater:
                 await self._stop_transfer()
                 try:
                     await self._engine.check_manifest(manifest)
-                    staging = self._staging_area().reserve(manifest)
+                    staging = await asyncio.to_thread(self._staging_area().reserve, manifest)
                 except WeightsRefused as error:
                     self._weights.refused(version)
                     raise ManifestRefused(str(error), name=error.name) from error
@@ -237,7 +240,7 @@ class Updater:
 
     def _staging_area(self) -> StagingArea:
         if self._area is None:
-            self._area = StagingArea(self._config.staging_dir)
+            self._area = StagingArea(self._config.staging_dir, self._config.keep_staging)
         return self._area
 
     async def _stop_transfer(self) -> None:
@@ -265,6 +268,8 @@ class Updater:
                         await self._engine.pause(PauseMode.KEEP)
                 self._weights.committed(version)
                 self._traffic.allow_deliveries()
+                self._staging_area().put_back(transfer.staging)
+                self._transfer = None
             finally:
                 await self._stop_transfer()
                 await self._traffic.open(_HOLDER)

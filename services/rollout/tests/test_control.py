@@ -1,0 +1,126 @@
+"""Pauses with an owner and an end, and device memory given away and back, over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from vime_rollout.control import Control
+from vime_rollout.engine import EngineError, FinishReason, PauseMode
+from vime_rollout.engines.fake import make_weights
+from vime_rollout.traffic import VersionSpan
+from vime_service.errors import EngineFailed, FailedPrecondition, StaleIncarnation, Unavailable
+
+from .conftest import Stack, request_of, version
+from .test_generation import PROMPT, slow, until_running
+
+A, B = make_weights(0), make_weights(1)
+ME = version(1)
+
+
+@pytest.fixture
+def control(fake_stack: Stack) -> Control:
+    return Control(fake_stack.engine, fake_stack.weights, fake_stack.traffic, fake_stack.updater)
+
+
+async def test_new_calls_wait_through_a_pause_and_running_ones_freeze(fake_stack: Stack, control: Control) -> None:
+    await fake_stack.publish(1, A)
+    slow(fake_stack)
+    running = asyncio.create_task(fake_stack.generate("r", PROMPT, max_tokens=40))
+    await until_running(fake_stack, "r/0")
+    assert await control.pause(ME, PauseMode.KEEP, 60) == 0
+    new = asyncio.create_task(fake_stack.generate("n", PROMPT))
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    assert not new.done()
+    with pytest.raises(Unavailable, match="paused by a pause"):
+        await fake_stack.generation.generate(request_of("x", PROMPT), 0.05)
+    await control.resume(ME)
+    assert len((await running)[0].token_ids) == 40
+    await new
+
+
+async def test_pauses_may_be_repeated_and_come_while_idle(fake_stack: Stack, control: Control) -> None:
+    await fake_stack.publish(1, A)
+    for mode in PauseMode:
+        await control.pause(ME, mode, 60)
+        await control.pause(ME, mode, 60)
+        assert control.paused
+        await control.resume(ME)
+        await control.resume(ME)
+        assert not control.paused
+        await fake_stack.generate("r", PROMPT)
+
+
+async def test_a_pause_ends_by_itself_and_a_repeated_one_starts_its_time_anew(
+    fake_stack: Stack, control: Control
+) -> None:
+    await fake_stack.publish(1, A)
+    await control.pause(ME, PauseMode.KEEP, 0.2)
+    await asyncio.sleep(0.1)
+    await control.pause(ME, PauseMode.KEEP, 0.3)
+    await asyncio.sleep(0.2)
+    assert control.paused
+    await fake_stack.generate("r", PROMPT)
+    assert not control.paused
+    assert "without a Resume" in control.note
+
+
+async def test_an_update_during_a_pause_leaves_the_pause_standing(fake_stack: Stack, control: Control) -> None:
+    await fake_stack.publish(1, A)
+    slow(fake_stack)
+    running = asyncio.create_task(fake_stack.generate("r", PROMPT, max_tokens=60))
+    await until_running(fake_stack, "r/0")
+    await control.pause(ME, PauseMode.KEEP, 60)
+    await fake_stack.publish(2, B)
+    before = fake_stack.engine.progress()["r/0"]
+    await asyncio.sleep(0.1)
+    assert fake_stack.engine.progress()["r/0"] == before
+    await control.resume(version(2))
+    (sample,) = await running
+    assert [span.version for span in sample.end.spans] == [version(1), version(2)]
+
+
+async def test_a_lower_incarnation_may_neither_pause_nor_resume(fake_stack: Stack, control: Control) -> None:
+    await fake_stack.publish(1, A, incarnation=2)
+    for call in (control.pause(ME, PauseMode.ABORT, 1), control.resume(ME), control.give_device(ME)):
+        with pytest.raises(StaleIncarnation):
+            await call
+    await fake_stack.generate("r", PROMPT)
+
+
+async def test_a_device_given_away_ends_what_runs_and_comes_back_with_the_same_weights(
+    fake_stack: Stack, control: Control
+) -> None:
+    await fake_stack.publish(1, A)
+    slow(fake_stack)
+    running = asyncio.create_task(fake_stack.generate("r", PROMPT, max_tokens=400))
+    await until_running(fake_stack, "r/0")
+    freed = await control.give_device(ME)
+    assert freed == sum(tensor.numel() * 4 for tensor in A.values())
+    assert (await running)[0].end.finish_reason is FinishReason.ABORT
+    assert await control.give_device(ME) == 0
+    with pytest.raises(FailedPrecondition, match="ReturnDevice first"):
+        await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+    await control.pause(ME, PauseMode.ABORT, 0.05)  # must not wake it when its time is over
+    waiting = asyncio.create_task(fake_stack.generate("n", PROMPT))
+    await asyncio.sleep(0.15)
+    assert not waiting.done()
+    await control.take_device(ME)
+    await control.take_device(ME)
+    assert (await waiting)[0].end.spans == (VersionSpan(0, version(1)),)
+
+
+async def test_a_device_that_cannot_be_given_away_goes_on(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_stack.publish(1, A)
+
+    async def refuse() -> int:
+        raise EngineError("sleep mode is off")
+
+    monkeypatch.setattr(fake_stack.engine, "sleep", refuse)
+    with pytest.raises(EngineFailed, match="sleep mode is off"):
+        await control.give_device(ME)
+    await fake_stack.generate("r", PROMPT)
