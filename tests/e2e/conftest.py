@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,15 +55,42 @@ def vime_run(
     folder: Path, name: str, settings: Sequence[str] = (), *flags: str, recipe: Path = RECIPE, timeout: float = 240
 ) -> Run:
     """Run to the end."""
-    done = subprocess.run(
-        command(folder, name, settings, *flags, recipe=recipe),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "160"},
-    )
+    try:
+        done = subprocess.run(
+            command(folder, name, settings, *flags, recipe=recipe),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=os.environ | {"NO_COLOR": "1", "COLUMNS": "160"},
+        )
+    except subprocess.TimeoutExpired:
+        kill_run(folder / name)  # its supervisor outlives a killed driver, as it should
+        raise
     return Run(folder / name, done.stdout + done.stderr, done.returncode)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:  # it ended while we looked
+                continue
+            if str(folder).encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_run(folder: Path) -> None:
+    """SIGKILL for every process of a run."""
+    for pid in processes_of(folder):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 @pytest.fixture(scope="session")
@@ -95,3 +123,13 @@ def run_vime():
 @pytest.fixture
 def run_command():
     return command
+
+
+@pytest.fixture
+def run_processes():
+    return processes_of
+
+
+@pytest.fixture
+def run_killer():
+    return kill_run

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -28,22 +26,8 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "checkpoints" / latest / "model.safetensors").read_bytes()).hexdigest()
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose command line names the run folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:  # it ended while we looked
-                continue
-            if str(folder).encode() in line:
-                found.append(int(entry.name))
-    return found
-
-
 def test_killing_everything_after_a_checkpoint_and_resuming_gives_bit_identical_weights(
-    runs_dir, run_vime, run_command
+    runs_dir, run_vime, run_command, run_processes, run_killer
 ):
     undisturbed = run_vime(runs_dir, "whole", SETTINGS)
     assert undisturbed.exit_code == 0, undisturbed.output
@@ -59,11 +43,7 @@ def test_killing_everything_after_a_checkpoint_and_resuming_gives_bit_identical_
         assert process.poll() is None, (runs_dir / "killed.log").read_text()
         assert time.monotonic() < deadline, "no checkpoint within 180 s"
         time.sleep(0.05)
-    for pid in processes_of(folder):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    run_killer(folder)
     process.kill()
     process.wait(timeout=30)
 
@@ -73,4 +53,4 @@ def test_killing_everything_after_a_checkpoint_and_resuming_gives_bit_identical_
     versions = [record["version"] for record in resumed.steps]
     assert len(versions) == len(set(versions)), "a version was used twice"
     assert {record["step"] for record in resumed.steps} == {1, 2, 3, 4}
-    assert not processes_of(folder), "processes outlived their run"
+    assert not run_processes(folder), "processes outlived their run"

@@ -139,6 +139,8 @@ def load_plan(run_dir: Path) -> RunPlan:
 def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The own section of each service: what is computed here, then what the recipe says."""
     tables = {name: table.model_dump(mode="json", exclude_unset=True) for name, table in recipe.tables.items()}
+    if "train" in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
+        tables["train"].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
     model = str(recipe.model.path)
     sections: dict[str, dict[str, Any]] = {
         "buffer": {
