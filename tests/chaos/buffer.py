@@ -358,11 +358,10 @@ async def chaos(folder: Path, rounds: int) -> dict[str, object]:
         tasks += [asyncio.create_task(load.work(f"worker-{number}", stubs)) for number in range(WORKERS)]
         playing = asyncio.create_task(play(chaos, stubs, rounds))
         try:
-            # A worker or the trainer that fails ends the whole: nothing may fail in silence.
-            await asyncio.wait([playing, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*tasks, playing):
-                if task.done():
-                    task.result()
+            # A worker or the trainer that fails ends the whole, and the verdict says why.
+            done, _ = await asyncio.wait([playing, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.exception() for task in done]
+            load.unclear.update(f"{type(error).__name__}: {error}" for error in failures if error is not None)
         finally:
             load.stopping = True
             for task in (playing, *tasks):
@@ -383,7 +382,7 @@ async def play(chaos: Chaos, stubs: Stubs, rounds: int) -> None:
 def verdict(chaos: Chaos, rounds: int) -> dict[str, object]:
     """The numbers."""
     load = chaos.load
-    steps = range(1, max(load.batches) + 1)
+    steps = range(1, max(load.batches, default=0) + 1)
     wanted = [group_id for step in steps for group_id in expected(step)]
     trained = [group_id for step in steps for group_id in load.batches[step]]
     out_of_order = sum(1 for step in steps if load.batches[step] != expected(step))
