@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup protos demo test unit integration e2e lint types contracts bench chaos clean
+.PHONY: help setup protos demo test test-peers unit integration e2e lint types contracts bench chaos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -84,6 +84,11 @@ integration: setup
 e2e: setup
 	@echo "== end to end: a short real run"
 	@$(BIN)/python -m pytest -q tests/e2e
+
+PEERS := .peers
+test-peers: setup ## losses and advantages side by side with TRL, from a folder of its own (.peers)
+	@test -d $(PEERS)/trl || $(PIP) --no-deps --target $(PEERS) -r requirements/peers.txt 2> >(grep -v 'is ignored' >&2)
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m pytest -q tests/peers
 
 NAME ?=
 ROUNDS ?= 20

@@ -2,7 +2,7 @@
 
 `make bench NAME=algorithms`. The baseline copies each of the logprob tensors that the measured step reads (current,
 old, rollout, reference) into a buffer of its own: the memory traffic that no implementation can avoid. Both are
-measured in turns within one run, so that a busy machine slows both.
+measured in turns within one run, in processor time of one thread, so that other programs' turns do not count.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class Step:
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
+    """Processor time of one call."""
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def measure(step: Step, estimator: str, config: PolicyLossConfig) -> tuple[float, float]:
@@ -115,8 +115,11 @@ def measure(step: Step, estimator: str, config: PolicyLossConfig) -> tuple[float
 
 def run() -> dict[str, object]:
     """Measure every case; the headline is GRPO with TIS and a KL term, which reads all four logprob tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     step = Step()
     cases = {name: measure(step, estimator, config) for name, (estimator, config) in CASES.items()}
+    torch.set_num_threads(threads)
     ours, baseline = cases[HEADLINE]
     return {
         "name": "algorithms",
@@ -129,7 +132,7 @@ def run() -> dict[str, object]:
         "ratios": {name: round(step_s / copy_s, 2) for name, (step_s, copy_s) in cases.items()},
         "samples": SAMPLES,
         "tokens": TOKENS,
-        "threads": torch.get_num_threads(),
+        "threads": 1,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
 

@@ -177,9 +177,9 @@ def test_metrics_have_the_same_names_whatever_the_data_so_that_ranks_can_add_the
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: tis(high=0.0), r"CorrectionConfig.high=0.0: must be in \(0, e\^20\)"),
-        (lambda: tis(high=1.0, low=1.0), r"CorrectionConfig.low=1.0: must be in \[0, high=1\)"),
-        (lambda: mis(high=0.5), r"CorrectionConfig.low=None: must be in \[0, high=0.5\); None means 1/high=2"),
+        (lambda: tis(high=0.0), r"CorrectionConfig.high=0.0: must be in \[1, e\^20\)"),
+        (lambda: tis(high=1.0, low=1.0), "CorrectionConfig.low=1.0: must be below high=1; None means 1/high=1"),
+        (lambda: tis(low=1.5), r"CorrectionConfig.low=1.5: must be in \[0, 1\]: 1 is no mismatch"),
         (lambda: mis(veto=2.0), r"CorrectionConfig.veto=2.0: must be in \(0, 1\)"),
         (lambda: mis(level="word"), "CorrectionConfig.level='word': token, sequence or geometric"),
         (lambda: Rejection(high=-1.0), "Rejection.high=-1.0"),

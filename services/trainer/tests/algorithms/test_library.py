@@ -19,6 +19,7 @@ from vime_trainer.algorithms import (
     index_of,
 )
 from vime_trainer.algorithms.ranks import simulate
+from vime_trainer.algorithms.tensors import last_unmasked
 
 
 def test_the_library_imports_with_torch_alone():
@@ -70,3 +71,10 @@ def test_a_rank_that_does_not_arrive_breaks_the_meeting_at_its_deadline():
 def test_ranks_meet_in_sums_and_maxima():
     results = simulate(3, lambda rank, reduce: (reduce.sum(torch.tensor([rank])), reduce.max(torch.tensor([rank]))))
     assert [(int(total), int(top)) for total, top in results] == [(3, 2)] * 3
+
+
+def test_the_last_unmasked_token_is_found_whatever_the_holes():
+    mask_BT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
+    last_B, any_B = last_unmasked(mask_BT)
+    assert any_B.tolist() == [True, False, True, True]
+    assert last_B[any_B].tolist() == [2, 3, 0]

@@ -8,6 +8,7 @@ multiplication, and what is masked is exactly 0 whatever it was.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,18 +23,22 @@ def as_bool(mask_BT: Tensor) -> Tensor:
 
 
 class Mask:
-    """Which tokens are trained. `bool_BT`: the mask; `tokens_B`: trained tokens of each sample, float64."""
+    """Which tokens are trained."""
 
     def __init__(self, mask_BT: Tensor) -> None:
         self.bool_BT = as_bool(mask_BT)
         self._ones: dict[torch.dtype, Tensor] = {}
         self._bits: dict[torch.dtype, Tensor] = {}
-        self.tokens_B = self._bytes.sum(-1, dtype=torch.int32).double()
 
     @property
     def _bytes(self) -> Tensor:
         """The mask as 0 and 1; kernels that read bytes are vectorised, those that read bools are not."""
         return self.bool_BT.view(torch.int8)
+
+    @cached_property
+    def tokens_B(self) -> Tensor:
+        """Trained tokens of each sample, float64."""
+        return self._bytes.sum(-1, dtype=torch.int32).double()
 
     def ones(self, dtype: torch.dtype) -> Tensor:
         """1 where trained, else 0."""
@@ -41,16 +46,22 @@ class Mask:
             self._ones[dtype] = self._bytes.to(dtype)
         return self._ones[dtype]
 
-    def zero(self, x_BT: Tensor) -> Tensor:
-        """`x_BT` where trained, exactly 0 elsewhere, also for what is not finite; its gradient likewise."""
+    def zero(self, x_BT: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x_BT` where trained, exactly 0 elsewhere, also for what is not finite; its gradient likewise.
+
+        `out`: where to write it, then without gradient.
+        """
         integer = _INTEGER[x_BT.element_size()]
         if integer not in self._bits:
             self._bits[integer] = -self._bytes.to(integer)  # -1 is all ones
-        return _and(x_BT, self._bits[integer])
+        if out is None:
+            return _and(x_BT, self._bits[integer])
+        torch.bitwise_and(x_BT.detach().view(integer), self._bits[integer], out=out.view(integer))
+        return out
 
     def sum(self, x_BT: Tensor) -> Tensor:
         """Σ_t x_t m_t of each sample, [B]. `x_BT` is finite where masked; [B, 1] is shared by a sample's tokens."""
-        if x_BT.shape[-1] == 1 != self.bool_BT.shape[-1]:
+        if x_BT.shape[-1] == 1:
             return x_BT[:, 0] * self.tokens_B.to(x_BT.dtype)
         return row_sum(x_BT, self.ones(x_BT.dtype))
 

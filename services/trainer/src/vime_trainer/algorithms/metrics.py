@@ -60,14 +60,20 @@ class Averages:
         self.mask = mask
         self._over_tokens = over_tokens
         self._sums: dict[str, Tensor] = {}
+        self._offsets: dict[str, float] = {}
         self._per_sample: set[str] = set()
 
-    def add(self, name: str, x_BT: Tensor, *, zeroed: bool = False, per_sample: bool = False) -> None:
-        """`x_BT` is finite where masked; `zeroed`: it is 0 there, which saves a pass. [B, 1] stands for a value shared
-        by the sample's tokens. `per_sample`: a mean of per-sample means, whatever the loss does.
+    def add(
+        self, name: str, x_BT: Tensor, *, zeroed: bool = False, offset: float = 0.0, per_sample: bool = False
+    ) -> None:
+        """Report `offset` + the mean of `x_BT`, which is finite where masked. `zeroed`: it is 0 there, which saves a
+        pass over memory. [B, 1] stands for a value shared by the sample's tokens. `per_sample`: a mean of per-sample
+        means, whatever the loss does.
         """
         x_BT = x_BT.detach()
-        self._sums[name] = x_BT.sum(-1) if zeroed else self.mask.sum(x_BT)
+        shared = x_BT.shape[-1] == 1
+        self._sums[name] = x_BT.sum(-1) if zeroed and not shared else self.mask.sum(x_BT)
+        self._offsets[name] = offset
         if per_sample:
             self._per_sample.add(name)
 
@@ -78,9 +84,10 @@ class Averages:
         tokens_B = self.mask.tokens_B
         has_tokens_B = (tokens_B > 0).double()
         weights_B2 = torch.stack([has_tokens_B / tokens_B.clamp(min=1), has_tokens_B], dim=1)
-        totals_M2 = torch.stack(list(self._sums.values())).double() @ weights_B2
-        means, sums = totals_M2.unbind(1)
         samples, tokens = has_tokens_B.sum(), tokens_B.sum()
+        totals_M2 = torch.stack(list(self._sums.values())).double() @ weights_B2
+        offsets_M = torch.tensor(list(self._offsets.values()), dtype=torch.float64, device=tokens.device)
+        means, sums = (totals_M2 + torch.outer(offsets_M, torch.stack([samples, tokens]))).unbind(1)
         return {
             name: Metric(mean, samples) if name in self._per_sample or not self._over_tokens else Metric(total, tokens)
             for name, mean, total in zip(self._sums, means.unbind(), sums.unbind(), strict=True)

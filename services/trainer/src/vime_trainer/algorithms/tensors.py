@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 
-def last_unmasked(mask_BT: Tensor) -> Tensor:
-    """One-hot bool [B, T] of each row's last unmasked token; all False where the row has none."""
-    remaining_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
-    return mask_BT & (remaining_BT == 1)
+def last_unmasked(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Place of each row's last unmasked token, int64 [B], and whether there is one, bool [B]. Needs T ≥ 1."""
+    # argmax of the reversed row finds the first of the equal maxima
+    from_end_B = mask_BT.flip(-1).view(torch.uint8).argmax(-1)
+    return mask_BT.shape[-1] - 1 - from_end_B, mask_BT.any(-1)
 
 
 def pad_rows(**columns: Sequence[Tensor | Sequence[float]]) -> dict[str, Tensor]:

@@ -98,9 +98,10 @@ class AdvantageInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of advantages: that of the logprobs or values, float32 when there are none."""
+        """The dtype of advantages: that of the logprobs or values, at least (and without either) float32."""
         given = (self.old_logprobs_BT, self.values_BT)
-        return next((tensor.dtype for tensor in given if tensor is not None), torch.float32)
+        dtype = next((tensor.dtype for tensor in given if tensor is not None), torch.float32)
+        return torch.promote_types(dtype, torch.float32)
 
     def per_token(self, score_B: Tensor) -> Tensor:
         """A_t = score for every token of the sample, as a [B, T] view."""

@@ -101,7 +101,7 @@ def _zero_masked(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     zeroed_BT = torch.empty(mask_BT.shape, dtype=x_BT.dtype, device=x_BT.device)
     total_B = torch.empty(len(mask_BT), dtype=x_BT.dtype, device=x_BT.device)
     for rows in row_blocks(mask_BT):
-        zeroed_BT[rows] = Mask(mask_BT[rows]).zero(x_BT[rows])
+        Mask(mask_BT[rows]).zero(x_BT[rows], out=zeroed_BT[rows])
         total_B[rows] = zeroed_BT[rows].sum(-1)
     return zeroed_BT, total_B
 

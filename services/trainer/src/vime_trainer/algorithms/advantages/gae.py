@@ -30,8 +30,8 @@ def _gae(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[Tensor, Tens
     assert inputs.values_BT is not None  # checked above
     packing = Packing(inputs.loss_mask_BT)
     r_BT = packing.pack(token_rewards(inputs, config))
-    v_BT = packing.pack(inputs.values_BT.detach().double())
+    v_BT = packing.pack(inputs.values_BT.detach().to(inputs.dtype))
     delta_BT = r_BT - v_BT
     delta_BT[:, :-1] += config.gamma * v_BT[:, 1:]
     a_BT = suffix_sum(delta_BT, config.gamma * config.lam)
-    return packing.unpack(a_BT).to(inputs.dtype), packing.unpack(a_BT + v_BT).to(inputs.dtype)
+    return packing.unpack(a_BT), packing.unpack(a_BT + v_BT)

@@ -22,4 +22,4 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig, reduce
 def _returns(inputs: AdvantageInputs, config: AdvantageConfig) -> Tensor:
     packing = Packing(inputs.loss_mask_BT)
     returns_BT = suffix_sum(packing.pack(token_rewards(inputs, config)), config.gamma)
-    return packing.unpack(returns_BT).to(inputs.dtype)
+    return packing.unpack(returns_BT)

@@ -16,4 +16,4 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
     group = group_statistics(inputs.rewards_B, inputs.groups, inputs.trajectories, reduce)
     if config.kl_coef == 0:
         return Estimate(inputs.per_token(group.centred_B))
-    return Estimate((group.centred_B[:, None] - kl_penalty(inputs, config)).to(inputs.dtype))
+    return Estimate(inputs.per_token(group.centred_B) - kl_penalty(inputs, config))

@@ -2,8 +2,8 @@
 
     y_t = Σ_{j≥t} f^(j−t) x_j
 
-Cut time into chunks of 128: one product with the triangular matrix f^(j−t) does every chunk at once; what a chunk
-takes over from all later ones is the same sum over chunk totals with factor f^128, done by recursion.
+Cut time into chunks of 32: one product with the triangular matrix f^(j−t) does every chunk at once; what a chunk
+takes over from all later ones is the same sum over chunk totals with factor f^32, done by recursion.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vime_trainer.algorithms.masking import Mask
 
-CHUNK = 128
+CHUNK = 32
 
 
 def suffix_sum(x_BT: Tensor, factor: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -96,37 +97,42 @@ class LossOutput:
     metrics: Metrics
 
 
-@dataclass(frozen=True)
 class Terms:
-    """What an objective reads, 0 at masked tokens whatever stood there: `logprobs_BT` log π, with gradient;
-    `old_logprobs_BT` log π_o; `log_ratio_BT` = log π − log π_o, with gradient; `ratio_BT` ρ, without (1 where
-    masked); `advantages_BT` A.
+    """What an objective reads. Everything is 0 at masked tokens whatever stood there (ratios are 1), so that neither
+    the loss nor the gradient can be reached by padding.
+
+    `log_ratio_BT` = log π − log π_o, with gradient; `ratio_BT` ρ, without; `advantages_BT` A, without.
     """
 
-    batch: PolicyBatch
-    mask: Mask
-    logprobs_BT: Tensor
-    old_logprobs_BT: Tensor
-    log_ratio_BT: Tensor
-    ratio_BT: Tensor
-    advantages_BT: Tensor
+    def __init__(self, batch: PolicyBatch) -> None:
+        self.batch = batch
+        self.mask = Mask(batch.loss_mask_BT)
+        self.log_ratio_BT = self.mask.zero(batch.logprobs_BT - batch.proximal_BT)
+        self.ratio_BT = self.log_ratio_BT.detach().exp()
+        self.advantages_BT = self.mask.zero(batch.advantages_BT.detach())
 
-    @staticmethod
-    def of(batch: PolicyBatch) -> Terms:
-        """Mask first: what stands at a masked token must reach neither the loss nor the gradient."""
-        mask = Mask(batch.loss_mask_BT)
-        logprobs_BT, old_BT = mask.zero(batch.logprobs_BT), mask.zero(batch.proximal_BT)
-        log_ratio_BT = logprobs_BT - old_BT
-        ratio_BT, a_BT = log_ratio_BT.detach().exp(), mask.zero(batch.advantages_BT.detach())
-        return Terms(batch, mask, logprobs_BT, old_BT, log_ratio_BT, ratio_BT, a_BT)
+    @cached_property
+    def logprobs_BT(self) -> Tensor:
+        """log π, with gradient."""
+        return self.mask.zero(self.batch.logprobs_BT)
+
+    @cached_property
+    def mismatch_BT(self) -> Tensor | None:
+        """log π_o − log q, without gradient; None without the engine's logprobs."""
+        if self.batch.rollout_logprobs_BT is None:
+            return None
+        return self.mask.zero(self.batch.proximal_BT - self.batch.rollout_logprobs_BT.detach())
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per-token policy loss, [B, T]. `clipped_BT` (0 or 1): where the clip cut the objective (its gradient, mostly).
-    `measured`: what the objective alone knows, [B, T], reported as its mean by name; finite where masked.
+    """Per-token policy loss, [B, T], finite where masked; `zeroed`: even 0 there, which saves a pass over memory.
+
+    `clipped_BT` (0 or 1): where the clip cut the objective (its gradient, mostly). `measured`: what the objective
+    alone knows, reported as its mean by name; finite where masked.
     """
 
     loss_BT: Tensor
     clipped_BT: Tensor | None = None
     measured: dict[str, Tensor] | None = None
+    zeroed: bool = False

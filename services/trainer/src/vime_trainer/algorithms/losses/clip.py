@@ -41,4 +41,4 @@ def _clipped(log_ratio_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: Polic
         loss_BT = torch.where(minus_a_BT > 0, torch.minimum(loss_BT, ceiling_BT), loss_BT)
     clipped_BT = where_true(torch.ne, loss_BT, free_BT)
     slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1)  # not from free_BT, which may have overflowed
-    return TokenLoss(with_slope(loss_BT, slope_BT, log_ratio_BT), clipped_BT)
+    return TokenLoss(with_slope(loss_BT, slope_BT, log_ratio_BT), clipped_BT, zeroed=True)  # A is 0 where masked

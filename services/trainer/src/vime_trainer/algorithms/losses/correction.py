@@ -82,8 +82,9 @@ class CorrectionConfig:
 
 
 def _check_bounds(settings: Rejection | CorrectionConfig, lower: float, high: float) -> None:
-    require(0 < high < math.exp(LOG_BOUND), settings, "high", f"must be in (0, e^{LOG_BOUND:g})")
-    require(0 <= lower < high, settings, "low", f"must be in [0, high={high:g}); None means 1/high={1 / high:g}")
+    require(1 <= high < math.exp(LOG_BOUND), settings, "high", f"must be in [1, e^{LOG_BOUND:g}): 1 is no mismatch")
+    require(0 <= lower <= 1, settings, "low", "must be in [0, 1]: 1 is no mismatch")
+    require(lower < high, settings, "low", f"must be below high={high:g}; None means 1/high={1 / high:g}")
 
 
 def tis(high: float = 2.0, low: float = 0.0) -> CorrectionConfig:
@@ -153,15 +154,16 @@ def _inside(ratio_BT: Tensor, low: float, high: float) -> Tensor:
 def measure_correction(made: Correction, config: CorrectionConfig, averages: Averages) -> None:
     """`tis*` and `mis_*`, over all unmasked tokens, rejected ones included."""
     ratio_BT, weight_BT = made.ratio_BT, made.weight_BT
-    averages.add("tis", ratio_BT)
-    averages.add("tis_clipfrac", where_true(torch.ne, ratio_BT, weight_BT))
-    averages.add("tis_abs", ratio_BT.sub(1).abs_())
-    averages.add("mis_mean_is_weight_before_clip", ratio_BT)
+    excess_BT = ratio_BT - 1  # 0 where masked, as are all comparisons below: the bounds hold 1
+    averages.add("tis", excess_BT, zeroed=True, offset=1.0)
+    averages.add("mis_mean_is_weight_before_clip", excess_BT, zeroed=True, offset=1.0)
+    averages.add("tis_abs", excess_BT.abs_(), zeroed=True)
     averages.add("mis_ratio_mean_after_mis", weight_BT)
+    averages.add("tis_clipfrac", where_true(torch.ne, ratio_BT, weight_BT), zeroed=made.kept_BT is None)
     high = "mis_truncate_fraction" if config.mode == "truncate" else f"mis_{config.mode}_fraction_high"
-    averages.add(high, where_true(torch.gt, ratio_BT, config.high))
+    averages.add(high, where_true(torch.gt, ratio_BT, config.high), zeroed=True)
     if config.mode != "truncate":
-        averages.add(f"mis_{config.mode}_fraction_low", where_true(torch.lt, ratio_BT, config.lower))
+        averages.add(f"mis_{config.mode}_fraction_low", where_true(torch.lt, ratio_BT, config.lower), zeroed=True)
     if made.kept_BT is not None:
         averages.add("mis_rejected_fraction", (~made.kept_BT).to(ratio_BT.dtype))
     if config.veto is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.index import Index
-from vime_trainer.algorithms.kl import kl_estimate
+from vime_trainer.algorithms.kl import kl_of
 from vime_trainer.algorithms.losses.batch import LossOutput, PolicyBatch, Terms, TokenLoss
 from vime_trainer.algorithms.losses.blockwise import in_blocks
 from vime_trainer.algorithms.losses.cispo import cispo
@@ -104,17 +104,17 @@ def policy_tokens(
     objective: Objective | None = None,
 ) -> PolicyTokens:
     """Everything `policy_loss` adds up, token by token. `correction_mean`: of the denominators. Errors are the same."""
-    terms = Terms.of(batch)
+    terms = Terms(batch)
     averages = Averages(terms.mask, over_tokens=config.reducer == "token_mean")
     function: Objective = objective or choice(config.objective, "objective", OBJECTIVES)
     token = function(terms, config)
     _measure_ratio(terms, token, averages)
-    pg_BT = terms.mask.zero(token.loss_BT)  # an objective may leave something where masked
+    pg_BT = token.loss_BT if token.zeroed else terms.mask.zero(token.loss_BT)
     if config.opsm_delta is not None:
         dropped_BT = opsm_dropped(terms, config.opsm_delta)
         pg_BT = pg_BT.masked_fill(dropped_BT, 0.0)
         averages.add("opsm_clipfrac", dropped_BT.to(pg_BT.dtype), zeroed=True)
-    gap_BT, correction_BT = _gap(terms), None
+    gap_BT, correction_BT = terms.mismatch_BT, None
     if gap_BT is not None:
         averages.add("train_rollout_logprob_abs_diff", gap_BT.abs(), zeroed=True, per_sample=True)
     if config.correction is not None:
@@ -149,7 +149,7 @@ def batch_denominators(
     if batch.old_logprobs_BT is None or batch.rollout_logprobs_BT is None:
         raise ValueError("renormalize and batch_normalize need old_logprobs_BT and rollout_logprobs_BT of the batch")
     mask = Mask(batch.loss_mask_BT)
-    gap_BT = mask.zero(batch.old_logprobs_BT.detach()) - mask.zero(batch.rollout_logprobs_BT.detach())
+    gap_BT = mask.zero(batch.old_logprobs_BT.detach() - batch.rollout_logprobs_BT.detach())
     made = correct(gap_BT, mask, correction)
     kept_BT = mask.bool_BT if made.kept_BT is None or not correction.renormalize else made.kept_BT
     counts = denominators(kept_BT, trajectories, reduce)
@@ -165,10 +165,9 @@ def _kl(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
         if config.kl_loss_coef:
             raise ValueError(f"kl_loss_coef={config.kl_loss_coef} needs ref_logprobs_BT")
         return None
-    ref_BT = terms.mask.zero(terms.batch.ref_logprobs_BT.detach())
     with torch.set_grad_enabled(torch.is_grad_enabled() and config.kl_loss_coef != 0):
-        log_ratio_BT = terms.log_ratio_BT if config.unbiased_kl else None
-        return kl_estimate(terms.logprobs_BT, ref_BT, config.kl_loss_type, log_ratio_BT)
+        delta_BT = terms.mask.zero(terms.batch.logprobs_BT - terms.batch.ref_logprobs_BT.detach())
+        return kl_of(delta_BT, config.kl_loss_type, terms.log_ratio_BT if config.unbiased_kl else None)
 
 
 def _entropy(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
@@ -177,13 +176,6 @@ def _entropy(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
             raise ValueError(f"entropy_coef={config.entropy_coef} needs entropy_BT")
         return None
     return terms.mask.zero(terms.batch.entropy_BT)
-
-
-def _gap(terms: Terms) -> Tensor | None:
-    """log π_o − log q, 0 at masked tokens; None without the engine's logprobs."""
-    if terms.batch.rollout_logprobs_BT is None:
-        return None
-    return terms.old_logprobs_BT - terms.mask.zero(terms.batch.rollout_logprobs_BT.detach())
 
 
 def _normalised(weight_BT: Tensor, config: CorrectionConfig, correction_mean: Tensor | None) -> Tensor:
@@ -196,8 +188,8 @@ def _normalised(weight_BT: Tensor, config: CorrectionConfig, correction_mean: Te
 
 def _measure_ratio(terms: Terms, token: TokenLoss, averages: Averages) -> None:
     averages.add("ppo_kl", -terms.log_ratio_BT, zeroed=True)
-    averages.add("ois", terms.ratio_BT)
+    averages.add("ois", terms.ratio_BT - 1, zeroed=True, offset=1.0)
     if token.clipped_BT is not None:
-        averages.add("pg_clipfrac", token.clipped_BT)
+        averages.add("pg_clipfrac", token.clipped_BT, zeroed=token.zeroed)
     for name, x_BT in (token.measured or {}).items():
         averages.add(name, x_BT)

@@ -59,8 +59,8 @@ def _weight(terms: Terms, config: PolicyLossConfig) -> Tensor:
         return torch.ones_like(p_BT)
     if terms.batch.rollout_logprobs_BT is None:
         raise ValueError(f"importance={config.importance!r} needs rollout_logprobs_BT")
-    q_BT = terms.mask.zero(terms.batch.rollout_logprobs_BT.detach())
-    return _f((p_BT - q_BT).exp(), config)
+    log_ratio_BT = terms.mask.zero(terms.batch.logprobs_BT.detach() - terms.batch.rollout_logprobs_BT.detach())
+    return _f(log_ratio_BT.exp(), config)
 
 
 def _correction(head: Head, terms: Terms, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
