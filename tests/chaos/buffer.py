@@ -118,7 +118,8 @@ class Load:
         request = prompt_pb.InsertGroupRequest(lease_id=lease_id, group=finished_group(lease, TOKENS))
         try:
             await self.persist(lambda: stubs.prompts.InsertGroup(request, timeout=5))
-            self.acked[lease.group_id] = lease.attempt
+            if self.acked.setdefault(lease.group_id, lease.attempt) != lease.attempt:
+                self.lost_acks.add(lease.group_id)  # it was made twice although the first was acked
             if self.random.random() < 0.05:  # a client that did not see the answer
                 await self.persist(lambda: stubs.prompts.InsertGroup(request, timeout=5))
         except RpcError as error:
