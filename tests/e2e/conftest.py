@@ -109,7 +109,13 @@ def short_run(runs_dir: Path) -> Run:
 @pytest.fixture(scope="session")
 def swapped_run(runs_dir: Path) -> Run:
     """Three steps at k = 1 with the trainer's own top-k disturbed on 5 % of the tokens."""
-    settings = (*SHORT, "tables.train.max_staleness=1", "trainer.engine.test_hooks.swap_kth_expert_fraction=0.05")
+    settings = (
+        *SHORT,
+        "tables.train.max_staleness=1",
+        "trainer.engine.test_hooks.swap_kth_expert_fraction=0.05",
+        # The canary has no routes to replay: it would, rightly, refuse a trainer that routes otherwise.
+        "trainer.publish.canary_prompts=0",
+    )
     run = vime_run(runs_dir, "k1-swapped", settings)
     assert run.exit_code == 0, run.output
     return run

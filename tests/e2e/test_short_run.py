@@ -7,6 +7,20 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 FP32 = 1e-5
+NUMBERS = (
+    "seconds",
+    "reward_first",
+    "reward_last",
+    "eval_before",
+    "eval_after",
+    "logprob_abs_diff_replay",
+    "logprob_abs_diff_no_replay",
+    "mismatch_kl",
+    "weight_updates",
+    "weight_update_seconds",
+    "weight_bytes",
+    "versions",
+)
 
 
 def laws(record: dict) -> tuple[float, float]:
@@ -30,20 +44,7 @@ def test_the_summary_has_every_number(short_run):
     summary = short_run.summary
     assert summary["steps"] == 3
     assert summary["eval_n"] == 16
-    for key in [
-        "seconds",
-        "reward_first",
-        "reward_last",
-        "eval_before",
-        "eval_after",
-        "logprob_abs_diff_replay",
-        "logprob_abs_diff_no_replay",
-        "mismatch_kl",
-        "weight_updates",
-        "weight_update_seconds",
-        "weight_bytes",
-        "versions",
-    ]:
+    for key in NUMBERS:
         assert key in summary, key
     assert set(summary["step_time_split"]) == {"wait", "logprobs", "train", "publish", "other"}
     assert set(summary["groups"]) >= {"inserted", "stored", "leased", "consumed", "retired", "dropped", "evicted"}

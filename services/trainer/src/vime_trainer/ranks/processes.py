@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -31,6 +32,8 @@ class RankProcesses:
     def _start(self, launch: int, environment: dict[str, str]) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
+        # It warns that signals are not forwarded from a thread; ranks watch their parent instead (rank/__main__.py).
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         folder = self._log_dir / f"ranks-{launch}"
         folder.mkdir(parents=True, exist_ok=True)
         port = _free_port()
