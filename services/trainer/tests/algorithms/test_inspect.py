@@ -203,3 +203,9 @@ def test_the_command_line_says_in_one_line_what_is_wrong(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"vime inspect: {bad}: Expecting value: line 1 column 19")
     assert main(["loss", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_the_documented_file_is_accepted():
+    page = (EXAMPLES.parents[1] / "inspect.md").read_text()
+    block = page.split("```json\n")[1].split("```")[0]
+    assert inspect_loss(json.loads(block))["loss"]["denominators"]["tokens"] == 3

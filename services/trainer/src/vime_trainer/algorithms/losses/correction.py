@@ -61,8 +61,6 @@ class CorrectionConfig:
     """Divide by the mean weight of the global batch (over kept tokens), so that the mean is 1."""
     renormalize: bool = False
     """Take rejected tokens out of the denominators. Off: they stay, as in the originals."""
-    prefix: str = "mis_"
-    """Of the metrics; `tis()` and `icepop()` report under the plain tis names besides."""
 
     def __post_init__(self) -> None:
         require(self.level in ("token", "sequence", "geometric"), self, "level", "token, sequence or geometric")
