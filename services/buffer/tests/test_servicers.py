@@ -296,6 +296,31 @@ async def test_k19_a_long_sample_with_routes_passes_and_get_groups_stays_below_i
         assert all(message.ByteSize() < 2 << 20 for message in messages[1:])
 
 
+async def test_a_damaged_payload_is_named_and_made_again_by_the_next_incarnation(tmp_path):
+    async with buffer(tmp_path) as call:
+        await call.begin()
+        leases = (await call.lease()).leases
+        for lease in leases:
+            await call.insert(lease)
+        ids = [group.group_id for group in (await call.batch(1)).groups]
+        path = tmp_path / "ledger" / "segments" / "segment-00000001.seg"
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+        for _ in range(2):
+            error = await refused(call.groups(ids))
+            assert (error.code, error.reason) == (grpc.StatusCode.DATA_LOSS, "CORRUPTED")
+            assert set(error.metadata) == {"segment", "offset"}
+            assert error.metadata["segment"] == path.name
+        assert len(await call.groups(ids[:1])) == 1  # its neighbour is fine
+        await call.begin()
+        (again,) = (await call.lease()).leases
+        assert (again.group_id, again.attempt) == (ids[1], 1)
+        await call.insert(again)
+        assert [group.group_id for group in (await call.batch(1)).groups] == ids
+        assert len(await call.groups(ids)) == 1
+
+
 async def test_k19_above_the_cap_the_sender_is_told_size_and_cap(tmp_path):
     async with buffer(tmp_path, max_group_bytes=1000) as call:
         await call.begin()

@@ -7,7 +7,7 @@ touches a disk. A poll that waits is woken by the next commit, not by a timer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,6 +31,7 @@ from vime_buffer.values import (
     Insert,
     Opened,
     Outcome,
+    Place,
     PromptAnswer,
     RoundResult,
     State,
@@ -231,21 +232,24 @@ class Buffer:
         """
         places = await self._read(lambda db: views.group_places(db, group_ids))
         loop = asyncio.get_running_loop()
-        part: list[bytes] = []
-        size = 0
-        for group_id, place in zip(group_ids, places, strict=True):
-            if part and size + place.nbytes > message_bytes:
-                yield part
-                part, size = [], 0
-            try:
-                part.append(await loop.run_in_executor(self._payloads, self._ledger.segments.read, place))
-            except DataLoss as error:
-                _log.error("a payload is damaged", group_id=group_id, cause=error.message)
+        for part in _parts(places, message_bytes):
+            payloads, damage = await loop.run_in_executor(self._payloads, self._read_payloads, places[part])
+            if damage is not None:
+                group_id = group_ids[part][len(payloads)]
+                _log.error("a payload is damaged", group_id=group_id, cause=damage.message)
                 await self._mark_corrupted(group_id)
-                raise
-            size += place.nbytes
-        if part:
-            yield part
+                raise damage
+            yield payloads
+
+    def _read_payloads(self, places: Sequence[Place]) -> tuple[list[bytes], DataLoss | None]:
+        """Payloads up to the first damaged one, and what is wrong with that."""
+        payloads: list[bytes] = []
+        for place in places:
+            try:
+                payloads.append(self._ledger.segments.read(place))
+            except DataLoss as error:
+                return payloads, error
+        return payloads, None
 
     async def _mark_corrupted(self, group_id: str) -> None:
         await self._write(lambda ledger: incarnation.mark_corrupted(ledger, group_id))
@@ -327,3 +331,15 @@ class Buffer:
             return work(self._reading)
         finally:
             self._reading.rollback()
+
+
+def _parts(places: Sequence[Place], limit: int) -> Iterator[slice]:
+    """Runs of payloads that together stay within `limit` bytes; a payload above it is a run of its own."""
+    first, size = 0, 0
+    for position, place in enumerate(places):
+        if position > first and size + place.nbytes > limit:
+            yield slice(first, position)
+            first, size = position, 0
+        size += place.nbytes
+    if places:
+        yield slice(first, len(places))

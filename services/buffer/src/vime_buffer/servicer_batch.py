@@ -8,7 +8,6 @@ from typing import Any
 from vime.buffer.v1 import batch_service_pb2 as pb
 from vime.buffer.v1 import batch_service_pb2_grpc
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
-from vime.common.v1 import trajectory_pb2 as trajectory_pb
 from vime_buffer import convert
 from vime_buffer.buffer import Buffer
 from vime_buffer.values import BatchGroup, Outcome
@@ -85,8 +84,10 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def GetGroups(self, request: pb.GetGroupsRequest, context: Any) -> AsyncIterator[pb.GetGroupsResponse]:
         async for payloads in self._buffer.get_groups(list(request.group_ids), _MESSAGE_BYTES):
-            groups = [trajectory_pb.TrajectoryGroup.FromString(payload) for payload in payloads]
-            yield pb.GetGroupsResponse(groups=groups)
+            response = pb.GetGroupsResponse()
+            for payload in payloads:
+                response.groups.add().ParseFromString(payload)
+            yield response
 
     async def GetEvalRound(self, request: pb.GetEvalRoundRequest, context: Any) -> pb.GetEvalRoundResponse:
         result = await self._buffer.eval_round(request.table, request.step)

@@ -86,6 +86,8 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
             detail = error.errors()[0]
             field = ".".join(str(part) for part in ("config", *detail["loc"]))
             message = str(detail["msg"]).removeprefix("Value error, ")
+            if detail["type"] != "value_error":  # our own sentences name the value themselves
+                message += f", got {str(detail['input'])[:80]!r}"
             raise InvalidArgument(f"{field}: {message}", field=field) from None
 
 
