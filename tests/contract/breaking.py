@@ -16,13 +16,18 @@ def newest_image() -> Path | None:
     return max(images, key=lambda p: tuple(int(part) for part in p.stem.split(".")), default=None)
 
 
+def buf_program() -> str:
+    """The `buf` of this environment, else the one on PATH."""
+    buf = Path(sys.executable).with_name("buf")
+    return str(buf) if buf.exists() else shutil.which("buf") or "buf"
+
+
 def main() -> int:
     image = newest_image()
     if image is None:
         print("contracts: not released yet, so nothing can break")
         return 0
-    buf = Path(sys.executable).with_name("buf")
-    command = [str(buf) if buf.exists() else shutil.which("buf") or "buf", "breaking", "--against", str(image)]
+    command = [buf_program(), "breaking", "--against", str(image)]
     return subprocess.run(command, cwd=ROOT, check=False, timeout=120).returncode
 
 

@@ -140,9 +140,15 @@ def canary_in(messages: Sequence[manifest_pb2.CanaryPrompt]) -> list[CanaryPromp
     return [CanaryPrompt(list(message.token_ids), list(message.logprobs)) for message in messages]
 
 
-def pause_mode_in(value: int, default: PauseMode) -> PauseMode:
-    """A pause mode; unset means the call's default."""
-    return _PAUSE.get(value, default)  # type: ignore[call-overload, no-any-return, unused-ignore]
+def pause_mode_in(value: int, default: PauseMode, field: str) -> PauseMode:
+    """A pause mode; unset means the call's default, one of a newer contract is refused."""
+    if value == engine_service_pb2.PAUSE_MODE_UNSPECIFIED:
+        return default
+    mode = _PAUSE.get(value)  # type: ignore[call-overload, unused-ignore]
+    if mode is None:
+        known = ", ".join(mode.name for mode in PauseMode)
+        raise InvalidArgument(f"{field} {value} is not known here; known: {known}", field=field, value=value)
+    return mode  # type: ignore[no-any-return, unused-ignore]
 
 
 def seconds_in(message: Duration, default: float) -> float:

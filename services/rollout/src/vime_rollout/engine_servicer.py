@@ -80,7 +80,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             convert.version_in(request.weight_version, "weight_version"),
             convert.canary_in(request.canary),
             self._tolerance(request.canary_tolerance),
-            convert.pause_mode_in(request.pause_mode, PauseMode.KEEP),
+            convert.pause_mode_in(request.pause_mode, PauseMode.KEEP, "pause_mode"),
         )
         return pb.CommitUpdateResponse(
             canary_difference=done.canary_difference,
@@ -120,7 +120,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         core = self._ready()
         aborted = await core.control.pause(
             convert.version_in(request.caller_version, "caller_version"),
-            convert.pause_mode_in(request.mode, PauseMode.ABORT),
+            convert.pause_mode_in(request.mode, PauseMode.ABORT, "mode"),
             convert.seconds_in(request.expires_after, core.config.pause_expiry_seconds),
         )
         return pb.PauseResponse(aborted=aborted)

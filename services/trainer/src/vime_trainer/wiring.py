@@ -27,9 +27,14 @@ from vime_trainer.servicers import RankServicer, TrainerServicer
 
 
 class Wiring:
-    """The parts of one trainer process."""
+    """The parts of one trainer process.
 
-    def __init__(self, config: TrainerConfig) -> None:
+    Args:
+        config: the settings.
+        processes: what starts the ranks; unset: processes of this host.
+    """
+
+    def __init__(self, config: TrainerConfig, processes: RankProcesses | None = None) -> None:
         self._config = config
         settings = config.trainer
         self._checkpoints = settings.run_dir / "checkpoints"
@@ -38,7 +43,7 @@ class Wiring:
         config_file.parent.mkdir(parents=True, exist_ok=True)
         config_file.write_text(_resolved(config), encoding="utf-8")
         self._ranks = GrpcRanks(
-            RankProcesses(config_file, settings.world_size, settings.run_dir / "logs"),
+            processes or RankProcesses(config_file, settings.world_size, settings.run_dir / "logs"),
             settings.world_size,
             self._checkpoints,
             settings.checkpoint.keep_last,

@@ -9,7 +9,7 @@ from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
 from vime_trainer.adapters.patience import patiently
-from vime_trainer.adapters.protos import to_seconds, version_from_proto, version_to_proto
+from vime_trainer.adapters.protos import enum_name, to_seconds, version_from_proto, version_to_proto
 from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened
 from vime_trainer.loop.versions import Version
 
@@ -52,7 +52,7 @@ class GrpcLedger:
         answer = await patiently(
             "buffer.LeaseBatch", lambda: self._batches.LeaseBatch(request, timeout=wait_s + _MARGIN_S)
         )
-        reason = prompt_service_pb2.BlockReason.Name(answer.blocked_by).removeprefix("BLOCK_REASON_").lower()
+        reason = enum_name(prompt_service_pb2.BlockReason, answer.blocked_by)
         return Batch(
             groups=[
                 Group(

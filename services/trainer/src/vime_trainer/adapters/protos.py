@@ -1,6 +1,8 @@
-"""Versions between the loop and the contract."""
+"""Small things between the domain and the contract: versions, durations, names of enum values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -28,3 +30,11 @@ def seconds(value: float) -> Duration:
 def to_seconds(duration: Duration) -> float:
     """The contract's duration to seconds."""
     return duration.seconds + duration.nanos / 1e9
+
+
+def enum_name(enum: Any, value: int) -> str:
+    """`SampleStatus, 2` -> "truncated"; the number where the value comes from a newer contract than ours."""
+    if value not in enum.values():
+        return str(value)
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return str(enum.Name(value)).removeprefix(prefix).lower()

@@ -47,6 +47,7 @@ class GrpcRanks:
         self._launches = 0
         self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self.address = ""
         self.mailbox: Mailbox[Command, Result] | None = None
         self.components: dict[str, str] = {}
@@ -72,21 +73,27 @@ class GrpcRanks:
         self._launches += 1
         launch_id = secrets.token_urlsafe(16)
         mailbox = self.mailbox = Mailbox(self._world_size, launch_id)
-        await self._processes.start(self._launches, {"VIME_LAUNCH_ID": launch_id, "VIME_TRAINER_ADDRESS": self.address})
-        self._watch = asyncio.create_task(self._watch_deaths(mailbox), name="watch-ranks")
+        environment = {"VIME_LAUNCH_ID": launch_id, "VIME_TRAINER_ADDRESS": self.address}
         try:
+            await self._processes.start(self._launches, environment)
+            self._watch = asyncio.create_task(self._watch_deaths(mailbox), name="watch-ranks")
             await mailbox.wait_attached(self._start_timeout_s)
         except TimeoutError:
             await self.stop()
             raise RankDied(f"not all of {self._world_size} ranks were up after {self._start_timeout_s:.0f} s") from None
+        except BaseException:  # half-started ranks must not pass for fresh ones
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
-        """End the processes."""
+        """End the processes; whoever waits for a command gets RankDied."""
+        mailbox, self.mailbox = self.mailbox, None
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+        if mailbox is not None:
+            await mailbox.fail(RankDied("the ranks were stopped"))
         await self._processes.stop()
-        self.mailbox = None
 
     async def _watch_deaths(self, mailbox: Mailbox[Command, Result]) -> None:
         cause = await self._processes.wait_for_death()
@@ -94,16 +101,17 @@ class GrpcRanks:
         await mailbox.fail(RankDied(cause))
 
     async def _run(self, command: Command, timeout_s: float | None = None) -> list[Result]:
-        if self.mailbox is None:
-            raise RankDied("the ranks are not started")
         limit = self._command_timeout_s if timeout_s is None else timeout_s
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier)
         command.traceparent = carrier.get("traceparent", "")
-        try:
-            results = await self.mailbox.run(command, limit, lambda result: bool(result.error))
-        except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
-            raise RankDied(str(error)) from error
+        async with self._turn:  # ScoreSamples may come while the loop trains; ranks do one thing at a time
+            if self.mailbox is None:
+                raise RankDied("the ranks are not started")
+            try:
+                results = await self.mailbox.run(command, limit, lambda result: bool(result.error))
+            except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
+                raise RankDied(str(error)) from error
         for result in results.values():
             if result.error:
                 raise _error(command, result)

@@ -13,9 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from vime.common.v1 import tensor_pb2, trajectory_pb2
 from vime.common.v1.trajectory_pb2 import RoutingTrace, TrajectoryGroup
 from vime.common.v1.trajectory_pb2 import Sample as SampleProto
-from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage
+from vime_trainer.adapters.protos import enum_name
+from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_overlong
 from vime_trainer.algorithms.advantages import AdvantageInputs, Advantages
 from vime_trainer.algorithms.advantages.compute import compute_advantages
+from vime_trainer.algorithms.decisions import soft_overlong_penalty
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.engine.sample import Sample
@@ -78,40 +80,57 @@ def with_advantages(
 ) -> tuple[list[Sample], Advantages]:
     """The share's samples with their advantages, by group, in float64; before any truncation filter.
 
-    Reads the samples' old and reference logprobs where the estimator puts a KL into the reward.
+    Reads the samples' old, reference and teacher logprobs and values where they are set; with values, samples get
+    their `returns` too.
     """
     inputs = AdvantageInputs(
-        rewards_B=torch.tensor(share.rewards, dtype=torch.float64),
+        rewards_B=shaped_rewards(share, config),
         loss_mask_BT=_padded([_mask(proto) for proto in share.protos], torch.bool),
         groups=Index(torch.tensor(share.places, dtype=torch.int64), max(1, batch_groups)),
         trajectories=_trajectories(share, batch_groups, reduce),
-        old_logprobs_BT=_column(share.samples, "old_logprobs") if config.kl_coef > 0 else None,
-        ref_logprobs_BT=_column(share.samples, "reference_logprobs") if config.kl_coef > 0 else None,
+        old_logprobs_BT=_column(share.samples, "old_logprobs"),
+        ref_logprobs_BT=_column(share.samples, "reference_logprobs"),
+        teacher_logprobs_BT=_column(share.samples, "teacher_logprobs"),
+        values_BT=_column(share.samples, "values"),
     )
     made = compute_advantages(inputs, build_advantage(config), reduce)
-    samples = [
-        replace(sample, advantages=made.advantages_BT[row, : sample.response_token_ids.numel()].float())
-        for row, sample in enumerate(share.samples)
-    ]
-    return samples, made
+    return [_with_row(sample, made, row) for row, sample in enumerate(share.samples)], made
+
+
+def shaped_rewards(share: Share, config: AlgorithmConfig) -> torch.Tensor:
+    """What the statistics are taken of, float64 [samples]: the raw rewards, less the punishment of long responses."""
+    rewards = torch.tensor(share.rewards, dtype=torch.float64)
+    overlong = build_overlong(config)
+    if overlong is None:
+        return rewards
+    return rewards + soft_overlong_penalty(
+        torch.tensor([float(len(proto.response_token_ids)) for proto in share.protos], dtype=torch.float64), overlong
+    )
+
+
+def _with_row(sample: Sample, made: Advantages, row: int) -> Sample:
+    length = sample.response_token_ids.numel()
+    returns = None if made.returns_BT is None else made.returns_BT[row, :length].float()
+    return replace(sample, advantages=made.advantages_BT[row, :length].float(), returns=returns)
 
 
 def _padded(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 1, dtype=dtype)
 
 
-def _column(samples: Sequence[Sample], field: str) -> torch.Tensor:
-    return _padded([getattr(sample, field) for sample in samples], torch.float32)
+def _column(samples: Sequence[Sample], field: str) -> torch.Tensor | None:
+    rows = [getattr(sample, field) for sample in samples]
+    # A rank without samples cannot tell what the others have: it gives an empty column, which fits everything.
+    return None if any(row is None for row in rows) else _padded(rows, torch.float32)
 
 
 def _unusable(sample: SampleProto) -> str:
     if sample.status not in _FINISHED:
-        status = trajectory_pb2.SampleStatus.Name(sample.status).removeprefix("SAMPLE_STATUS_").lower()
-        return f"status {status}"
+        return f"status {enum_name(trajectory_pb2.SampleStatus, sample.status)}"
     if not sample.response_token_ids:
         return "empty response"
     if not sample.HasField("reward"):
-        reason = trajectory_pb2.UnscoredReason.Name(sample.unscored_reason).removeprefix("UNSCORED_REASON_").lower()
+        reason = enum_name(trajectory_pb2.UnscoredReason, sample.unscored_reason)
         return f"unscored ({reason}): {sample.unscored_detail}"
     return "" if math.isfinite(sample.reward) else f"unscored: the reward is {sample.reward}"
 
@@ -138,6 +157,8 @@ def _mask(sample: SampleProto) -> torch.Tensor:
 def _sample(group: TrajectoryGroup, proto: SampleProto, config: AlgorithmConfig) -> Sample:
     length = len(proto.response_token_ids)
     logprobs = torch.tensor(proto.rollout_logprobs, dtype=torch.float32)
+    if config.objective == "sft" and not proto.rollout_logprobs:
+        logprobs = torch.zeros(length)  # a demonstration was not sampled; nothing reads this
     mask = _mask(proto)
     if config.mask_truncated and proto.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED:
         mask = torch.zeros_like(mask)
@@ -201,7 +222,9 @@ def _rows(name: str, segment: trajectory_pb2.RoutingSegment) -> np.ndarray:
 
     ref = segment.experts
     if ref.dtype not in _ROUTE_DTYPES:
-        raise GroupError(f"{name}: routing rows of dtype {tensor_pb2.Dtype.Name(ref.dtype)}, expected uint8 or uint16")
+        raise GroupError(
+            f"{name}: routing rows of dtype {enum_name(tensor_pb2.Dtype, ref.dtype)}, expected uint8 or uint16"
+        )
     if ref.WhichOneof("data") != "inline":
         raise GroupError(f"{name}: routing rows by handle are not supported by this trainer")
     if xxhash.xxh3_128_hexdigest(ref.inline) != ref.digest:

@@ -1,0 +1,92 @@
+"""The ranks as the loop sees them: a failed start is no start, commands take turns, a stop leaves nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from vime.trainer.v1 import rank_service_pb2 as pb
+from vime_trainer.adapters.ranks import GrpcRanks
+from vime_trainer.loop.ports import RankDied
+from vime_trainer.ranks.processes import RankProcesses
+
+
+class Processes(RankProcesses):
+    """Ranks that attach by themselves, unless the start shall fail."""
+
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__(Path(), 1, Path())
+        self.failures = failures
+        self.ranks: GrpcRanks
+        self.starts = 0
+
+    async def start(self, launch: int, environment: Mapping[str, str]) -> None:
+        self.starts += 1
+        if self.starts <= self.failures:
+            raise OSError("no more processes")
+        await self.ranks.mailbox.attach(environment["VIME_LAUNCH_ID"], 0, "host:1")
+
+    async def wait_for_death(self, poll_s: float = 0.3) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+def make_ranks(processes: Processes) -> GrpcRanks:
+    ranks = GrpcRanks(processes, 1, Path(), 1, 1, start_timeout_s=2.0, command_timeout_s=5.0)
+    processes.ranks = ranks
+    return ranks
+
+
+async def _next(ranks: GrpcRanks, after: int) -> tuple[int, pb.NextCommandResponse]:
+    found = await ranks.mailbox.next(ranks.mailbox._launch_id, 0, after, 2.0)
+    assert found is not None
+    return found
+
+
+async def _report(ranks: GrpcRanks, sequence: int, **result: object) -> None:
+    report = pb.ReportResultRequest(sequence=sequence, **result)
+    await ranks.mailbox.report(ranks.mailbox._launch_id, 0, sequence, report)
+
+
+async def test_ranks_whose_start_failed_are_started_again_and_not_taken_for_running():
+    processes = Processes(failures=1)
+    ranks = make_ranks(processes)
+    with pytest.raises(OSError, match="no more processes"):
+        await ranks.start()
+    with pytest.raises(RankDied, match="the ranks are not started"):
+        await ranks.load(None)
+    await ranks.start()
+    assert processes.starts == 2
+    await ranks.stop()
+
+
+async def test_scores_asked_for_while_the_loop_trains_wait_for_their_turn():
+    ranks = make_ranks(Processes())
+    await ranks.start()
+    loading = asyncio.create_task(ranks.load(None))
+    sequence, command = await _next(ranks, 0)
+    assert command.WhichOneof("command") == "load"
+    scoring = asyncio.create_task(ranks.score([], 1.0, replay=False))
+    await asyncio.sleep(0.05)
+    assert not scoring.done()
+    await _report(ranks, sequence, load=pb.LoadResult(parameters=3))
+    assert (await loading).parameters == 3
+    sequence, command = await _next(ranks, sequence)
+    assert command.WhichOneof("command") == "score"
+    await _report(ranks, sequence, score=pb.ScoreResult())
+    assert await scoring == []
+    await ranks.stop()
+
+
+async def test_a_stop_ends_the_command_that_runs_and_those_that_wait():
+    ranks = make_ranks(Processes())
+    await ranks.start()
+    calls = [asyncio.create_task(ranks.load(None)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(1.0):
+        await ranks.stop()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [str(end) for end in ends] == ["the ranks were stopped", *["the ranks are not started"] * 2]
