@@ -1,6 +1,6 @@
 """Contracts as messages, stubs and servers made at run time from a descriptor image, beside the generated ones.
 
-An image of `protos/released/` plays a program of yesterday. `of_tomorrow` makes one that is newer than today: each message
+An image of `protos/released/` is a program of yesterday. `of_tomorrow` makes one newer than today: each message
 has a field more, each enum a value more.
 """
 
