@@ -41,7 +41,8 @@ while True:
 
 # The four services as one process: a trainer that makes a step a second, a buffer, health.
 FLEET = """
-import asyncio, sys
+import asyncio, json, sys
+from pathlib import Path
 from vime_client.testing import FakeBuffer, FakeTrainer, serving
 steps, port, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -52,6 +53,8 @@ async def main():
             await asyncio.sleep(0.02)
         for step in range(1, steps + 1):
             trainer.report(step, rollout__raw_reward=step / steps, perf__step_time=0.1)
+            with Path(__file__).with_name("metrics.jsonl").open("a") as metrics:
+                print(json.dumps({"step": step, "rollout/raw_reward": step / steps}), file=metrics)
             await asyncio.sleep(0.1)
         if end == "fails":
             from vime.trainer.v1 import trainer_service_pb2

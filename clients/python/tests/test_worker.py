@@ -149,6 +149,7 @@ async def test_k10_a_prompt_whose_samples_always_abort_is_given_back_with_its_cl
         buffer_pb.FAILURE_CLASS_GENERATION,
     }
     assert buffer.given_up == ["train-0"]
+    assert len(buffer.failures) == 2
     assert sum(n for kind, n in task.result().items() if kind.startswith("failed_")) == 2
 
 

@@ -139,11 +139,25 @@ class Worker:
         with _tracer.start_as_current_span("worker.group", attributes=attributes) as span:
             try:
                 made = await self._maker.make(lease)
-                outcome = await self._insert(lease, made) if isinstance(made, Made) else await self._fail(lease, made)
+                outcome = await self._settle(lease, made)
             except asyncio.CancelledError:
                 outcome = await self._let_go(lease)
             span.set_attribute("outcome", outcome)
         self.counts[outcome] += 1
+
+    async def _settle(self, lease: pb.PromptLease, made: Made | Failed) -> str:
+        """Tell the buffer what came of a lease; a worker that stops meanwhile still does it, in bounded time."""
+        tell = self._insert(lease, made) if isinstance(made, Made) else self._fail(lease, made)
+        telling = asyncio.ensure_future(tell)
+        try:
+            return await asyncio.shield(telling)
+        except asyncio.CancelledError:
+            if not self._leases.is_lost(lease.lease_id):
+                done, _ = await asyncio.wait({telling}, timeout=self._settings.stop_timeout_s / 2)
+                if done:
+                    return telling.result()
+            telling.cancel()
+            raise
 
     async def _insert(self, lease: pb.PromptLease, made: Made) -> str:
         seconds = self._settings.insert_timeout_s
