@@ -150,6 +150,7 @@ class FakeLedger:
         self.ends_after = ends_after
         self.evals = evals or {}
         self.opened_from: list[tuple[int, int]] = []
+        self.retained_at: int | None = None
 
     async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
         self.incarnation = max(self.incarnation, highest_known) + 1
@@ -164,6 +165,8 @@ class FakeLedger:
         await asyncio.sleep(0)
         if self.ends_after is not None and step > self.ends_after:
             return Batch(ended=True, blocked_by="end_of_data")
+        if self.retained_at == step and (step - 1) not in [saved for saved, _ in self.committed]:
+            return Batch(blocked_by="retained_bytes", counts={"bytes": 1})
         if self.empty_answers:
             self.empty_answers -= 1
             return Batch(blocked_by="generating", counts={"open": 3})

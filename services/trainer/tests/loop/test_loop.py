@@ -37,6 +37,7 @@ def build(tmp_path: Path, model_path: Path, make_engine, make_fleet, ranks):
         files = RunFiles(config.run_dir)
         loop = TrainingLoop(config, ledger, ranks, publisher, files, events, lambda: resume or Resume(), "recipe")
         loop.test_events, loop.test_fleet, loop.test_run_dir = events, fleet, config.run_dir
+        loop.test_ledger = ledger
         return loop
 
     return make
@@ -91,6 +92,20 @@ async def test_a_publish_interval_publishes_only_when_due_and_at_the_end(build, 
     assert [v.step if v else None for _, _, _, v, _ in ledger.completed] == [None, 2, None, 4, 5]
 
 
+async def test_a_publish_that_was_due_at_a_skipped_step_is_due_at_the_next(build, make_ledger, ranks):
+    ledger = make_ledger()
+    ranks.skip = {2}
+    await build(ledger, steps=6, publish=PublishConfig(interval=2)).run()
+    assert [v.step if v else None for _, _, _, v, _ in ledger.completed] == [None, None, 3, None, 5, 6]
+
+
+async def test_a_full_budget_of_consumed_groups_brings_a_checkpoint_ahead_of_its_time(build, make_ledger, ranks):
+    ledger = make_ledger()
+    ledger.retained_at = 3
+    await build(ledger).run()
+    assert ranks.saved == [2, 4]
+
+
 async def test_checkpoints_follow_the_interval_and_the_ledger_hears_of_the_oldest_kept(build, make_ledger, ranks):
     ledger = make_ledger()
     await build(ledger, steps=5, checkpoint=CheckpointConfig(interval=2)).run()
@@ -128,6 +143,8 @@ async def test_the_end_of_the_data_ends_the_loop(build, make_ledger, ranks):
     await loop.run()
     assert ranks.trained == [1, 2]
     assert loop.status.state is State.FINISHED
+    assert [(step, final) for _, step, _, _, final in loop.test_ledger.completed] == [(1, False), (2, False), (2, True)]
+    assert ranks.saved == [2]
 
 
 async def test_eval_rounds_are_reported_at_their_step(build, make_ledger):

@@ -205,7 +205,10 @@ class CommandFailed(Exception):
 def _error(command: Command, result: Result) -> Exception:
     name = command.WhichOneof("command") or "command"
     message = f"rank {result.rank} could not {name}: {result.error}"
-    return Refused(message) if result.error_reason == "TRANSFER_FAILED" else CommandFailed(message)
+    if result.error_reason == "TRANSFER_FAILED":
+        return Refused(message)
+    # A damaged group is made again by the next incarnation, in its place in the batch.
+    return RankDied(message) if result.error_reason == "CORRUPTED" else CommandFailed(message)
 
 
 def _trained(results: Sequence[Result]) -> Trained:

@@ -19,7 +19,7 @@ from vime_trainer.config import TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, Status, StepEvent
 from vime_trainer.loop.plan import assign_groups
-from vime_trainer.loop.ports import Batch, Ledger, Ranks, Trained
+from vime_trainer.loop.ports import Batch, Completed, Ledger, Ranks, Trained
 from vime_trainer.loop.publisher import Published, Publisher
 from vime_trainer.loop.versions import Version
 from vime_trainer.run_files import RunFiles
@@ -67,6 +67,15 @@ class StepClock:
         }
 
 
+@dataclass(frozen=True)
+class _Completion:
+    """How a step was completed."""
+
+    step: int
+    trained: bool
+    published: Version | None
+
+
 class TrainingLoop:
     """One incarnation after the other until the last step is completed. `run` may be called once."""
 
@@ -89,6 +98,9 @@ class TrainingLoop:
         self._highest_known = 0
         self._skipped_in_a_row = 0
         self._pending_evals: list[tuple[str, int]] = []
+        self._published_step = 0
+        self._saved_step = 0
+        self._last_completion: _Completion | None = None
 
     @property
     def status(self) -> Status:
@@ -140,6 +152,8 @@ class TrainingLoop:
         published = await self._publisher.publish(version)
         self._files.incarnation(version, resume.step, opened.rewound_groups, _publish_metrics(published))
         self._open_evals(await self._ledger.announce(version), resume.step)
+        self._published_step = self._saved_step = resume.step
+        self._last_completion = None
         await self._say(state=State.RUNNING, published=version)
         return version
 
@@ -151,23 +165,33 @@ class TrainingLoop:
         batch: Batch = await clock.measure("wait", self._lease(step, policy))
         if batch.ended:
             logger.info("no batch for step %d: %s", step, batch.blocked_by)
+            await self._end_of_data(policy)
             return None
         await self._say(activity=f"training step {step}")
         trained: Trained = await clock.measure("train", self._train(step, batch, policy))
         version, published = await self._publish(step, policy, trained, clock)
         final = step == self._settings.steps
-        completed = await self._ledger.complete_step(
-            policy.incarnation,
-            step,
-            trained=not trained.skipped,
-            published=None if published is None else version,
-            final=final,
-        )
-        self._open_evals(completed.opened_evals, step)
+        self._last_completion = _Completion(step, not trained.skipped, None if published is None else version)
+        completed = await self._complete(policy, self._last_completion, final)
         if final or completed.checkpoint_wanted or step % self._settings.checkpoint.interval == 0:
             await clock.measure("save", self._save(step, version, final))
         await self._report_step(step, version, batch, trained, published, clock)
         return version
+
+    async def _complete(self, policy: Version, done: _Completion, final: bool) -> Completed:
+        completed = await self._ledger.complete_step(
+            policy.incarnation, done.step, trained=done.trained, published=done.published, final=final
+        )
+        self._open_evals(completed.opened_evals, done.step)
+        return completed
+
+    async def _end_of_data(self, policy: Version) -> None:
+        """The data ended before the steps did: the last completed step turns out to have been the final one."""
+        done = self._last_completion
+        if done is None or self._stop.is_set():
+            return
+        await self._complete(policy, done, final=True)
+        await self._save(done.step, policy, final=True)
 
     async def _lease(self, step: int, policy: Version) -> Batch:
         """Ask for the batch until it comes; between two calls, look after engines that lag behind."""
@@ -177,6 +201,9 @@ class TrainingLoop:
                 return batch
             if self._stop.is_set():
                 return Batch(ended=True, blocked_by="stopped")
+            if batch.blocked_by == "retained_bytes" and self._saved_step < step - 1:
+                await self._save(step - 1, policy, final=False)  # only a checkpoint lets the ledger forget payloads
+                continue
             counts = ", ".join(f"{name} {value}" for name, value in sorted(batch.counts.items()))
             await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
             if caught_up := await self._publisher.catch_up(policy):
@@ -210,11 +237,13 @@ class TrainingLoop:
             return policy, None
         self._skipped_in_a_row = 0
         version = replace(policy, step=step)
-        if step % self._settings.publish.interval and step != self._settings.steps:
+        # Counted from the last publish, not by multiples: one that was due at a skipped step is due at the next.
+        if step - self._published_step < self._settings.publish.interval and step != self._settings.steps:
             return policy, None
         await self._say(activity=f"publishing {version}")
         published: Published = await clock.measure("publish", self._publisher.publish(version))
         await self._say(published=version)
+        self._published_step = step
         return version, published
 
     async def _save(self, step: int, version: Version, final: bool) -> None:
@@ -223,6 +252,7 @@ class TrainingLoop:
         state |= {"version_step": version.step, "skipped_steps": self._status.skipped_steps}
         saved = await self._ranks.save(step, state, self._settings.checkpoint.export_hf or final)
         await self._ledger.checkpoint_committed(version.incarnation, step, min(saved.kept_steps))
+        self._saved_step = step
         await self._say(checkpoint_step=step)
 
     # ------------------------------------------------------------------ reports
