@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from vime_service.config import ConfigModel
+from vime_trainer.engine.config import CriticConfig
 
 if TYPE_CHECKING:
     from vime_trainer.algorithms.advantages import AdvantageConfig
-    from vime_trainer.algorithms.losses import CorrectionConfig, PolicyLossConfig
+    from vime_trainer.algorithms.decisions import SoftOverlong
+    from vime_trainer.algorithms.losses import CorrectionConfig, PolicyLossConfig, ValueLossConfig
 
 
 class CorrectionSettings(ConfigModel):
@@ -41,11 +43,30 @@ class CorrectionSettings(ConfigModel):
     """Take rejected tokens out of the denominators. Off: they stay, as in the originals."""
 
 
+class OverlongSettings(ConfigModel):
+    """DAPO's soft punishment of long responses, added to the reward before the group's statistics."""
+
+    max_length: int = Field(gt=0)
+    """Response tokens from which the full punishment counts; usually the table's max_tokens."""
+
+    cache: int = Field(gt=0)
+    """Tokens before max_length over which it grows from 0."""
+
+    factor: float = Field(default=1.0, ge=0)
+    """The full punishment."""
+
+    @model_validator(mode="after")
+    def _cache_fits(self) -> OverlongSettings:
+        if self.cache > self.max_length:
+            raise ValueError(f"cache = {self.cache} must not exceed max_length = {self.max_length}")
+        return self
+
+
 class AlgorithmConfig(ConfigModel):
     """GRPO with a clip is the default; every other member of the family is a change of these settings."""
 
     estimator: str = "grpo"
-    """grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo."""
+    """grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo (with a critic)."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per unmasked token (ppo, reinforce_plus_plus)."""
@@ -59,8 +80,18 @@ class AlgorithmConfig(ConfigModel):
     whiten: bool | None = None
     """Whiten advantages over the global batch. Unset: as the estimator's paper does."""
 
-    objective: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    """The policy-gradient objective."""
+    opd_kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of on-policy distillation: the reverse KL to the teacher (model.teacher) is taken from the advantage."""
+
+    overlong: OverlongSettings | None = None
+    """Soft punishment of long responses. Unset: off."""
+
+    critic: CriticConfig | None = None
+    """The critic of estimator ppo; unset: its defaults."""
+
+    objective: Literal["clip", "gspo", "cispo", "reinforce", "sft"] = "clip"
+    """The policy-gradient objective; or sft, which learns the demonstrations of the table `sft` and reads neither
+    reward nor advantage."""
 
     eps_clip: float = Field(default=0.2, gt=0)
     """ε of the clip, below and (unless eps_clip_high is set) above."""
@@ -89,6 +120,9 @@ class AlgorithmConfig(ConfigModel):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of that KL."""
 
+    reference_refresh_interval: int = Field(default=0, ge=0)
+    """Batches after which the policy becomes the reference; 0: the reference stays the starting model."""
+
     correction: CorrectionSettings = CorrectionSettings()
     """Correction of the mismatch."""
 
@@ -103,15 +137,46 @@ class AlgorithmConfig(ConfigModel):
     """Leave samples that were cut by the budget out of the loss and its denominators (after the statistics)."""
 
     @model_validator(mode="after")
-    def _roles_exist(self) -> AlgorithmConfig:
-        if self.estimator in ("ppo", "gae"):
-            raise ValueError(f"estimator = '{self.estimator}' needs a critic, which is not there yet")
+    def _nothing_is_ignored(self) -> AlgorithmConfig:
+        if self.critic is not None and not needs_critic(self):
+            raise ValueError(f"critic is set, but estimator = '{self.estimator}' has none; only ppo does")
+        if self.reference_refresh_interval and not needs_reference(self):
+            raise ValueError(
+                f"reference_refresh_interval = {self.reference_refresh_interval} has no effect: kl_coef and "
+                "kl_loss_coef are 0, so that there is no reference"
+            )
+        if self.objective == "sft":
+            read = {"objective", "reducer", "fixed_length", "mini_batches"}
+            changed = sorted(
+                name for name in type(self).model_fields if name not in read and getattr(self, name) != _default(name)
+            )
+            if changed:
+                raise ValueError(f"objective = 'sft' ignores {', '.join(changed)}; leave them out")
         return self
+
+
+def _default(name: str) -> object:
+    return AlgorithmConfig.model_fields[name].get_default()
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
     """True if a KL to the reference policy is in the reward or in the loss."""
     return config.kl_coef > 0 or config.kl_loss_coef > 0
+
+
+def needs_critic(config: AlgorithmConfig) -> bool:
+    """True if the advantages come from values."""
+    return config.estimator in ("ppo", "gae")
+
+
+def needs_teacher(config: AlgorithmConfig) -> bool:
+    """True if the advantages come from a teacher's logprobs."""
+    return config.opd_kl_coef > 0
+
+
+def critic_config(config: AlgorithmConfig) -> CriticConfig | None:
+    """Settings of the critic; None for estimators without one."""
+    return (config.critic or CriticConfig()) if needs_critic(config) else None
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageConfig:
@@ -125,15 +190,36 @@ def build_advantage(config: AlgorithmConfig) -> AdvantageConfig:
         lam=config.lam,
         kl_coef=config.kl_coef,
         whiten=config.whiten,
+        opd_kl_coef=config.opd_kl_coef,
     )
     resolve(made)
     return made
 
 
+def build_value_loss(config: AlgorithmConfig) -> ValueLossConfig:
+    """The library's settings; reduced as the policy's loss is."""
+    from vime_trainer.algorithms.losses import ValueLossConfig
+
+    critic = config.critic or CriticConfig()
+    return ValueLossConfig(
+        value_clip=critic.value_clip or None, reducer=config.reducer, fixed_length=config.fixed_length
+    )
+
+
+def build_overlong(config: AlgorithmConfig) -> SoftOverlong | None:
+    """The library's settings; None if long responses are not punished."""
+    from vime_trainer.algorithms.decisions import SoftOverlong
+
+    chosen = config.overlong
+    return None if chosen is None else SoftOverlong(chosen.max_length, chosen.cache, chosen.factor)
+
+
 def build_loss(config: AlgorithmConfig) -> PolicyLossConfig:
-    """The library's settings. Raises ValueError for values out of range."""
+    """The library's settings. Raises ValueError for values out of range and for sft, which is no policy loss."""
     from vime_trainer.algorithms.losses import PolicyLossConfig
 
+    if config.objective == "sft":
+        raise ValueError("objective = 'sft' is no policy loss")
     return PolicyLossConfig(
         objective=config.objective,
         eps_clip=config.eps_clip,

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from vime_service.config import ConfigModel
 from vime_service.server_config import ServiceConfig
-from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss
+from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss, needs_teacher
 from vime_trainer.engine.config import EngineConfig
 from vime_trainer.engine.shape import ModelShape
 from vime_trainer.loop.publisher import PublishConfig
@@ -65,6 +65,9 @@ class TrainerSettings(ConfigModel):
     model_path: Path
     """HF folder of the starting model."""
 
+    teacher_path: Path | None = None
+    """HF folder of the teacher of on-policy distillation, of the same shape as the starting model."""
+
     buffer_address: str
     """`host:port` of the buffer."""
 
@@ -114,8 +117,27 @@ class TrainerSettings(ConfigModel):
     @model_validator(mode="after")
     def _algorithm_is_whole(self) -> TrainerSettings:
         build_advantage(self.algorithm)
-        build_loss(self.algorithm)
+        if self.algorithm.objective != "sft":
+            build_loss(self.algorithm)
         return self
+
+    @model_validator(mode="after")
+    def _teacher_is_used(self) -> TrainerSettings:
+        coef, teacher = self.algorithm.opd_kl_coef, self.teacher_path
+        if needs_teacher(self.algorithm) != (teacher is not None):
+            has = "no teacher" if teacher is None else f"the teacher {teacher}"
+            raise ValueError(f"algorithm.opd_kl_coef = {coef:g} with {has} (model.teacher): set both or none")
+        if teacher is not None:
+            own, other = ModelShape.from_hf(self.model_path), ModelShape.from_hf(teacher)
+            differs = [f for f in ModelShape.model_fields if getattr(own, f) != getattr(other, f)]
+            if differs:
+                raise ValueError(f"the teacher {teacher} must have the policy's shape; differs: {', '.join(differs)}")
+        return self
+
+    @property
+    def table(self) -> str:
+        """The table whose batches are trained."""
+        return "sft" if self.algorithm.objective == "sft" else "train"
 
 
 class TrainerConfig(ServiceConfig):

@@ -207,13 +207,13 @@ def test_the_reference_stays_where_the_run_began(moe_dir: Path, sample_maker: Ma
     for _ in range(2):
         engine.train_step(samples, TOKEN_MEAN)
     before, own = snapshot(engine), engine.score(samples)
-    reference = engine.score(samples, reference=True)
+    reference = engine.score(samples, weights="reference")
     assert all(torch.equal(a, b) for a, b in zip(begin, reference, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(own, reference, strict=True))
     assert same(before, snapshot(engine))
     assert all(torch.equal(a, b) for a, b in zip(own, engine.score(samples), strict=True))
-    with pytest.raises(ValueError, match="keep_reference"):
-        make(moe_dir).score(samples, reference=True)
+    with pytest.raises(ValueError, match="no reference policy"):
+        make(moe_dir).score(samples, weights="reference")
 
 
 def test_an_unsharded_optimizer_sees_the_gradients_of_a_sharded_one(moe_dir: Path, sample_maker: Maker) -> None:

@@ -6,9 +6,9 @@ manifest; every rank writes its pieces of the optimizer and its generators.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,35 @@ FORMAT = 1
 WEIGHTS = "model.safetensors"
 
 
-class Checkpointer:
-    """Saves and loads one model with its optimizer. Every method is collective."""
+class Part(Protocol):
+    """What is committed and restored together with the policy: a critic, a reference policy."""
 
-    def __init__(self, module: nn.Module, shape: ModelShape, updater: Updater, device: torch.device) -> None:
+    name: str
+    """Its key in the manifest's `parts`."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest keeps, JSON."""
+
+    def write(self, work: Path, rank: int) -> None:
+        """Write this rank's files into a save in progress. Raises CheckpointError or OSError."""
+
+    def restore(self, path: Path, facts: dict[str, Any] | None) -> None:
+        """Restore from a committed checkpoint; `facts` is None if it holds no such part. Raises CheckpointError."""
+
+
+class Checkpointer:
+    """Saves and loads one model with its optimizer and its `parts`. Every method is collective."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: ModelShape,
+        updater: Updater,
+        device: torch.device,
+        parts: Sequence[Part] = (),
+    ) -> None:
         self._module, self._shape, self._updater, self._device = module, shape, updater, device
+        self._parts = parts
 
     def save(self, store: Store, step: int, state: dict[str, Any]) -> Committed:
         """Commit a checkpoint of `step` and prune. `state` is the caller's, JSON; rank 0's counts.
@@ -48,6 +72,7 @@ class Checkpointer:
             "architecture": self._shape.architecture,
             "ranks": dist.get_world_size(),
             "optimizer_steps": self._updater.steps_taken,
+            "parts": {part.name: part.facts() for part in self._parts},
             "state": state,
         }
         try:
@@ -77,15 +102,17 @@ class Checkpointer:
             raise CheckpointError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
         if manifest["architecture"] != self._shape.architecture:
             raise CheckpointError(f"{path} is a {manifest['architecture']}, the model is a {self._shape.architecture}")
-        self._together(f"read {path}", lambda: self._restore(path, int(manifest["optimizer_steps"])))
+        self._together(f"read {path}", lambda: self._restore(path, manifest))
         state: dict[str, Any] = manifest["state"]
         return state
 
-    def _restore(self, path: Path, optimizer_steps: int) -> None:
+    def _restore(self, path: Path, manifest: dict[str, Any]) -> None:
         hf.load(self._module, self._shape, hf.Checkpoint(path))
         files = sorted(path.glob("optimizer.rank*.safetensors"))
         optimizer_state.restore(self._updater.optimizer, self._module, files)
-        self._updater.resume_at(optimizer_steps)
+        self._updater.resume_at(int(manifest["optimizer_steps"]))
+        for part in self._parts:
+            part.restore(path, manifest.get("parts", {}).get(part.name))
         _restore_generators(path)
 
     def _write(self, work: Path, rank: int) -> None:
@@ -97,6 +124,8 @@ class Checkpointer:
             save_file(weights, work / WEIGHTS, metadata={"format": "pt"})
         pieces = optimizer_state.dump(self._updater.optimizer, self._module, rank)
         save_file(pieces, work / f"optimizer.rank{rank:05d}.safetensors")
+        for part in self._parts:
+            part.write(work, rank)
         save_file(_generators(), work / f"generators.rank{rank:05d}.safetensors")
 
     def _together(self, what: str, action: Callable[[], object], only_rank_0: bool = False) -> None:

@@ -90,6 +90,49 @@ class TestHooks(_Settings):
     """
 
 
+class CriticConfig(_Settings):
+    """The critic of PPO: its optimizer, and how it is trained on each batch."""
+
+    lr: float = Field(default=1e-4, gt=0)
+    """Learning rate, constant after `lr_warmup_steps`."""
+
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up of the learning rate."""
+
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the second moment."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+
+    value_clip: float = Field(default=0.2, ge=0)
+    """How far a value may move from that of the start of the batch before its loss stops pulling; 0 turns that off. 0.2
+    in the original, for rewards of order 1."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """First train steps that train the critic alone; the policy is published unchanged."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps of each pass."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The settings in the optimizer's form."""
+        return OptimizerConfig(
+            lr=self.lr,
+            warmup_steps=self.lr_warmup_steps,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+        )
+
+
 class EngineConfig(_Settings):
     """Everything the engine of one rank needs to know besides the checkpoint it starts from."""
 
@@ -116,6 +159,9 @@ class EngineConfig(_Settings):
 
     keep_reference: bool = False
     """Keep a copy of the starting weights on the host, to score with as the reference policy of a KL term."""
+
+    reference_refresh_interval: int = Field(default=0, ge=0)
+    """Batches after which the policy becomes the reference; 0: the reference stays the starting model."""
 
     threads: int = Field(default=1, ge=1)
     """Intra-op threads of this rank. On CPU results are bit-identical only for one and the same number."""

@@ -1,19 +1,21 @@
-"""The one class that a rank process calls: a Megatron model with its optimizer, replay and export."""
+"""The one class that a rank process calls: a Megatron model with its optimizer, replay and export, and its roles."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from vime_trainer.engine import cpu, distributed, hf, hooks, model
 from vime_trainer.engine.checkpoint import Checkpointer
-from vime_trainer.engine.config import EngineConfig
+from vime_trainer.engine.config import CriticConfig, EngineConfig
+from vime_trainer.engine.critic import Critic
+from vime_trainer.engine.errors import UnsupportedModelError
 from vime_trainer.engine.forward import Forward
 from vime_trainer.engine.objective import Loss, SupervisedLoss
 from vime_trainer.engine.optimizer import Updater, build_optimizer
-from vime_trainer.engine.reference import ReferenceWeights
+from vime_trainer.engine.reference import FrozenWeights, ReferenceWeights
 from vime_trainer.engine.replay import RoutingReplay, check_trace
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.sft import Demonstration, as_samples
@@ -32,7 +34,9 @@ class Engine:
     otherwise.
     """
 
-    def __init__(self, path: Path, config: EngineConfig) -> None:
+    def __init__(
+        self, path: Path, config: EngineConfig, critic: CriticConfig | None = None, teacher: Path | None = None
+    ) -> None:
         cpu.install()  # before megatron builds anything; does nothing where CUDA exists
         self._path, self._config = path, config
         self._shape = ModelShape.from_hf(path)
@@ -48,21 +52,33 @@ class Engine:
             )
             hooks.install_swap(module, config.test_hooks.swap_kth_expert_fraction, config.seed)
         wrapped = model.wrap_model(module, config)
-        self._reference = ReferenceWeights(module) if config.keep_reference else None
+        self._teacher = None if teacher is None else self._frozen(teacher, source)
+        interval = config.reference_refresh_interval
+        self._reference = ReferenceWeights(module, interval) if config.keep_reference else None
         self._updater = Updater(build_optimizer(wrapped, config), config)
         replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
         self._forward = Forward(wrapped, self._shape, replay, self._device, config.micro_batch_tokens)
         self._trainer = Trainer(self._forward, self._updater)
-        self._checkpointer = Checkpointer(module, self._shape, self._updater, self._device)
+        # After the policy: what it draws for its head must not change the policy's numbers.
+        self.critic = None if critic is None else Critic(path, self._shape, config, critic, self._device)
+        parts = [part for part in (self.critic, self._reference) if part is not None]
+        self._checkpointer = Checkpointer(module, self._shape, self._updater, self._device, parts)
 
     @classmethod
-    def from_hf(cls, path: str | Path, config: EngineConfig) -> "Engine":
+    def from_hf(
+        cls,
+        path: str | Path,
+        config: EngineConfig,
+        critic: CriticConfig | None = None,
+        teacher: str | Path | None = None,
+    ) -> "Engine":
         """Build the model of an HF directory, load its weights and check that they export back bit for bit.
 
-        Joins the process group first, see `distributed.initialize`. Raises UnsupportedModelError,
-        UnsupportedLayoutError or WeightMapError.
+        `critic` adds a critic that starts from the same weights. `teacher` is an HF directory of the same shape, kept
+        frozen to score with. Joins the process group first, see `distributed.initialize`. Raises
+        UnsupportedModelError, UnsupportedLayoutError or WeightMapError.
         """
-        return cls(Path(path), config)
+        return cls(Path(path), config, critic, None if teacher is None else Path(teacher))
 
     @property
     def model_shape(self) -> ModelShape:
@@ -92,7 +108,10 @@ class Engine:
         is counted. Raises SampleError or RoutingTraceError before anything is run.
         """
         self._check(samples, self.replays)
-        return self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays)
+        result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays)
+        if self._reference is not None and not result.skipped:
+            self._reference.batch_trained()
+        return result
 
     def sft_step(self, demonstrations: Sequence[Demonstration]) -> StepResult:
         """One optimizer step on demonstrations, token mean over the global batch. Routes are the model's own."""
@@ -100,19 +119,25 @@ class Engine:
         self._check(samples, needs_trace=False)
         return self._trainer.train(samples, SupervisedLoss(), mini_batches=1, replay=False)
 
-    def score(self, samples: Sequence[Sample], replay: bool = True, reference: bool = False) -> list[torch.Tensor]:
+    def score(
+        self,
+        samples: Sequence[Sample],
+        replay: bool = True,
+        weights: Literal["current", "reference", "teacher"] = "current",
+    ) -> list[torch.Tensor]:
         """Log-probabilities of the response tokens, float32 [response] per sample, in order. Forward only.
 
-        `replay` uses the samples' routes (MoE only); without it the model routes by itself. `reference` scores with the
-        weights that the engine started from (needs `keep_reference`) instead of the current ones.
+        `replay` uses the samples' routes (MoE only); without it the model routes by itself. `weights`: of the policy
+        as it is, of the reference policy (needs `keep_reference`) or of the teacher.
         """
         replay = replay and self._shape.is_moe
         self._check(samples, replay)
-        if not reference:
+        if weights == "current":
             return self._forward.score(samples, replay)
-        if self._reference is None:
-            raise ValueError("the reference policy is not kept: keep_reference = false")
-        with self._reference.in_use():
+        frozen = self._reference if weights == "reference" else self._teacher
+        if frozen is None:
+            raise ValueError(f"there is no {weights} policy: the engine was built without one")
+        with frozen.in_use():
             return self._forward.score(samples, replay)
 
     @torch.no_grad()
@@ -151,6 +176,17 @@ class Engine:
         Raises CheckpointError for a damaged checkpoint or one of another model.
         """
         return self._checkpointer.load(Store(Path(root), keep_last=1))
+
+    def _frozen(self, path: Path, own: hf.Checkpoint) -> FrozenWeights:
+        """Weights of another HF directory of this shape; the model holds its own again afterwards."""
+        shape = ModelShape.from_hf(path)
+        if shape != self._shape:
+            differs = [f for f in ModelShape.model_fields if getattr(shape, f) != getattr(self._shape, f)]
+            raise UnsupportedModelError(f"{path} must have the policy's shape; it differs in {', '.join(differs)}")
+        hf.load(self._module, shape, hf.Checkpoint(path))
+        frozen = FrozenWeights(self._module)
+        hf.load(self._module, self._shape, own)
+        return frozen
 
     def _check(self, samples: Sequence[Sample], needs_trace: bool) -> None:
         for sample in samples:

@@ -1,6 +1,6 @@
 """The model's forward pass over micro-batches, with or without replay."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -40,22 +40,30 @@ class Forward:
         """A replay session, or nothing."""
         return self._replay.session() if on and self._replay is not None else nullcontext()
 
-    def logits(self, micro: MicroBatch) -> torch.Tensor:
-        """[batch, width, vocab]; loads the micro-batch's routes first, if it has any."""
+    def output(self, micro: MicroBatch) -> torch.Tensor:
+        """[batch, width, vocab] logits ([batch, width, 1] values of a critic); loads the micro-batch's routes first."""
         if micro.routes is not None and self._replay is not None:
             self._replay.load(micro.routes)
         positions = torch.arange(micro.input_ids.size(1), device=self.device).expand_as(micro.input_ids)
-        logits: torch.Tensor = self.model(micro.input_ids, positions, None)
-        return logits
+        output: torch.Tensor = self.model(micro.input_ids, positions, None)
+        return output
 
     def score(self, samples: Sequence[Sample], replay: bool) -> list[torch.Tensor]:
         """Log-probabilities of this rank's response tokens: float32 [response] each, in order. No gradients."""
+        return self.per_response(
+            samples, replay, lambda micro, logits: token_logprobs(logits, micro.targets, micro.temperatures)
+        )
+
+    def per_response(
+        self, samples: Sequence[Sample], replay: bool, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """A forward pass without gradients. `read` turns the model's output into [batch, width] numbers; those at the
+        positions that predict the response come back, float32 [response] per sample, in order."""
         out: dict[int, torch.Tensor] = {}
         self.model.eval()
         with torch.no_grad(), self.replaying(replay):
             for micro in self.micro_batches(samples, replay):
-                logprobs = token_logprobs(self.logits(micro), micro.targets, micro.temperatures)
-                out |= per_sample(micro, micro.response(logprobs))
+                out |= per_sample(micro, micro.response(read(micro, self.output(micro))))
         return [out[i] for i in range(len(samples))]
 
 

@@ -70,6 +70,7 @@ class SupervisedLoss:
     """Negative log-likelihood, token mean over the global mini-batch unless another reducer is named."""
 
     reducer: str = "token_mean"
+    fixed_length: int | None = None
     needs_old_logprobs: bool = False
     needs_entropy_gradient: bool = False
 
@@ -79,4 +80,4 @@ class SupervisedLoss:
 
     def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
         """`sft_loss` of the library."""
-        return sft_loss(batch.logprobs_BT, batch.loss_mask_BT, counts, self.reducer)
+        return sft_loss(batch.logprobs_BT, batch.loss_mask_BT, counts, self.reducer, self.fixed_length)

@@ -10,6 +10,7 @@ from vime_trainer.engine.shape import ModelShape
 
 # Engines round; a probability may come out a hair above one.
 LOGPROB_SLACK = 1e-4
+_LOGPROBS = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class Sample:
     """float32 [response]: the trainer's own at the start of the batch; None: not computed."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [response]: of the reference policy; None: no KL term."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32 [response]: of the teacher, for on-policy distillation; None: there is none."""
+    values: torch.Tensor | None = None
+    """float32 [response]: the critic's value of the state before each token, at the start of the batch."""
+    returns: torch.Tensor | None = None
+    """float32 [response]: what the critic is to learn."""
     weight_versions: tuple[int, ...] = field(default=())
     """Steps of the weight versions that generated the response, in order."""
 
@@ -54,11 +61,11 @@ class Sample:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise SampleError(f"{self.name}: temperature {self.temperature} gives no distribution to train on")
         wanted = self.response_token_ids.numel()
-        for label in ("rollout_logprobs", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"):
+        for label in ("loss_mask", "advantages", *_LOGPROBS, "values", "returns"):
             value: torch.Tensor | None = getattr(self, label)
             if value is not None and tuple(value.shape) != (wanted,):
                 raise SampleError(f"{self.name}: {wanted} response tokens but {label} has shape {tuple(value.shape)}")
-        for label in ("rollout_logprobs", "old_logprobs", "reference_logprobs"):
+        for label in _LOGPROBS:
             self._check_logprobs(label, getattr(self, label))
         if not bool(torch.isfinite(self.advantages).all()):
             raise SampleError(f"{self.name}: advantages hold a value that is not finite")

@@ -92,3 +92,40 @@ def mismatch_measures(
         torch.tensor(kl_total, dtype=torch.float64), torch.tensor(float(kl_tokens), dtype=torch.float64)
     )
     return reduced(metrics, reduce)
+
+
+def shaping_measures(raw: Sequence[float], shaped: torch.Tensor, reduce: Reduce) -> dict[str, float]:
+    """`rollout/rewards`: what the statistics were taken of; `rollout/overlong_penalty`: what was added to them."""
+    added = shaped - torch.tensor(raw, dtype=torch.float64)
+    return reduced(
+        {"rollout/rewards": _mean(shaped.tolist()), "rollout/overlong_penalty": _mean(added.tolist())}, reduce
+    )
+
+
+def value_measures(samples: Sequence[Sample], reduce: Reduce) -> dict[str, float]:
+    """The critic before its update, over the unmasked tokens of the batch.
+
+    `rollout/values` and `rollout/returns` are means of per-sample means. `train/critic-explained_variance` is
+    1 - Var(G - V) / Var(G): 1 where values foretell the returns, 0 where they say no more than the mean; left out
+    where the returns do not vary.
+    """
+    values, returns, sums = [], [], torch.zeros(5, dtype=torch.float64)
+    for sample in samples:
+        if sample.values is None or sample.returns is None or not bool(sample.loss_mask.any()):
+            continue
+        v, g = sample.values.double()[sample.loss_mask], sample.returns.double()[sample.loss_mask]
+        values.append(float(v.mean()))
+        returns.append(float(g.mean()))
+        rest = g - v
+        sums += torch.stack(
+            [torch.tensor(float(g.numel())), g.sum(), g.square().sum(), rest.sum(), rest.square().sum()]
+        )
+    found = reduced({"rollout/values": _mean(values), "rollout/returns": _mean(returns)}, reduce)
+    count, total, square, rest_total, rest_square = (float(x) for x in reduce.sum(sums))
+    if count == 0:
+        return found
+    spread = square / count - (total / count) ** 2
+    if spread > 1e-12:
+        unexplained = rest_square / count - (rest_total / count) ** 2
+        found["train/critic-explained_variance"] = 1 - unexplained / spread
+    return found

@@ -1,0 +1,220 @@
+"""One batch on one rank: score it, value it, give it advantages, train the critic, train the policy, measure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from vime.common.v1.trajectory_pb2 import FinishReason, Prompt, TrajectoryGroup
+from vime.common.v1.trajectory_pb2 import Sample as SampleProto
+from vime.trainer.v1 import rank_service_pb2 as pb
+from vime_trainer.adapters.protos import enum_name
+from vime_trainer.algorithm_config import (
+    AlgorithmConfig,
+    build_loss,
+    build_value_loss,
+    needs_reference,
+    needs_teacher,
+)
+from vime_trainer.algorithms.ranks import Reduce
+from vime_trainer.engine import distributed
+from vime_trainer.engine.backward import Updates
+from vime_trainer.engine.engine import Engine
+from vime_trainer.engine.objective import Loss, PolicyLoss, SupervisedLoss
+from vime_trainer.engine.sample import Sample
+from vime_trainer.engine.step import StepResult
+from vime_trainer.rank.groups import Share, name_of, select, shaped_rewards, with_advantages
+from vime_trainer.rank.measures import mismatch_measures, reduced, rollout_measures, shaping_measures, value_measures
+
+GLOBAL = Reduce(sum=distributed.all_reduce_sum, max=distributed.all_reduce_max)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What became of the policy; `result` is None where the critic is trained alone."""
+
+    result: StepResult | None
+    critic: Updates | None
+    logprobs: list[torch.Tensor]
+    """float32 [response] per sample, of the policy before the step."""
+
+    @property
+    def skipped(self) -> bool:
+        """Nothing was changed, neither policy nor critic."""
+        parts = [part for part in (self.result, self.critic) if part is not None]
+        return all(part.skipped for part in parts)
+
+
+class BatchTraining:
+    """The step of an algorithm on an engine. All ranks run the same calls in the same order."""
+
+    def __init__(self, engine: Engine, algorithm: AlgorithmConfig) -> None:
+        self._engine, self._algorithm = engine, algorithm
+        self._supervised = algorithm.objective == "sft"
+        self._loss: Loss = (
+            SupervisedLoss(algorithm.reducer, algorithm.fixed_length)
+            if self._supervised
+            else PolicyLoss(build_loss(algorithm))
+        )
+
+    def run(
+        self, command: pb.TrainCommand, groups: Sequence[TrajectoryGroup], places: Sequence[int], fetch_s: float
+    ) -> pb.TrainResult:
+        """One step on this rank's groups, which stand at `places` of the batch."""
+        clock = Laps()
+        share = select(groups, places, self._algorithm)
+        clock.lap("perf/data_preprocess_time")
+        share = self._scored(share, clock)
+        unreplayed = self._score_without_replay(share) if command.score_without_replay else None
+        clock.lap("perf/log_probs_time")
+        samples, advantages = with_advantages(share, len(command.group_ids), self._algorithm, GLOBAL)
+        share = replace(share, samples=samples)
+        trained = self._train(samples, clock)
+        metrics = rollout_measures(share, GLOBAL)
+        metrics |= {f"rollout/{name}": value for name, value in reduced(advantages.metrics, GLOBAL).items()}
+        metrics |= self._role_measures(share)
+        metrics |= _step_measures(trained)
+        if not self._supervised:  # a demonstration has no engine's logprobs to compare with
+            policy = int(command.policy_version.step)
+            metrics |= mismatch_measures(samples, trained.logprobs, policy, "", GLOBAL)
+            if unreplayed is not None:
+                metrics |= mismatch_measures(samples, unreplayed, policy, "_no_replay", GLOBAL)
+        metrics |= clock.seconds
+        metrics["perf/data_preprocess_time"] += fetch_s
+        return pb.TrainResult(
+            metrics=metrics,
+            skipped=trained.skipped,
+            trained_samples=[f"{sample.group_id}#{sample.sample_index}" for sample in samples],
+            left_out=share.left_out,
+            sample_json=_sample_texts(share, groups, trained.logprobs, command.sample_texts),
+        )
+
+    # ------------------------------------------------------------------ before the step
+
+    def _scored(self, share: Share, clock: Laps) -> Share:
+        """The samples with the logprobs and values that the algorithm asks for."""
+        algorithm = self._algorithm
+        columns: dict[str, Sequence[Any]] = {}
+        if needs_reference(algorithm):
+            columns["reference_logprobs"] = self._score(share, "reference", replay=self._engine.replays)
+            clock.lap("perf/ref_log_probs_time")
+        if needs_teacher(algorithm):
+            # The teacher's own routes: those of the rollout belong to the student's router.
+            columns["teacher_logprobs"] = self._score(share, "teacher", replay=False)
+            clock.lap("perf/teacher_log_probs_time")
+        if (algorithm.kl_coef > 0 or needs_teacher(algorithm)) and not algorithm.use_rollout_logprobs:
+            columns["old_logprobs"] = self._score(share, "current", replay=self._engine.replays)
+            clock.lap("perf/log_probs_time")
+        if self._engine.critic is not None:
+            columns["values"] = self._engine.critic.values(share.samples)
+            clock.lap("perf/values_time")
+        samples = [
+            replace(sample, **{name: column[row] for name, column in columns.items()})
+            for row, sample in enumerate(share.samples)
+        ]
+        return replace(share, samples=samples)
+
+    def _score(
+        self, share: Share, weights: Literal["current", "reference", "teacher"], *, replay: bool
+    ) -> list[torch.Tensor]:
+        return self._engine.score(share.samples, replay=replay, weights=weights)
+
+    def _score_without_replay(self, share: Share) -> list[torch.Tensor] | None:
+        return self._score(share, "current", replay=False) if self._engine.replays else None
+
+    # ------------------------------------------------------------------ the step
+
+    def _train(self, samples: Sequence[Sample], clock: Laps) -> _Trained:
+        critic = self._engine.critic
+        fitted, alone = None, False
+        if critic is not None:
+            alone = critic.warming_up
+            fitted = critic.train(samples, build_value_loss(self._algorithm))
+            clock.lap("perf/critic_train_time")
+        if alone:
+            logprobs = self._engine.score(samples, replay=self._engine.replays)
+            clock.lap("perf/log_probs_time")
+            return _Trained(None, fitted, logprobs)
+        result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches)
+        clock.lap("perf/actor_train_time")
+        return _Trained(result, fitted, result.logprobs)
+
+    def _role_measures(self, share: Share) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if self._algorithm.overlong is not None:
+            found |= shaping_measures(share.rewards, shaped_rewards(share, self._algorithm), GLOBAL)
+        if self._engine.critic is not None:
+            found |= value_measures(share.samples, GLOBAL)
+        return found
+
+
+def _step_measures(trained: _Trained) -> dict[str, float]:
+    """Loss, gradient and learning rate of what was trained."""
+    found: dict[str, float] = {}
+    parts: list[tuple[str, str, Updates | None]] = [
+        ("train/", "train/lr-pg_0", trained.result),
+        ("train/critic-", "train/critic-lr", trained.critic),
+    ]
+    for prefix, lr, part in parts:
+        if part is None:
+            continue
+        found |= {f"{prefix}{name}": value for name, value in part.metrics.items() if value is not None}
+        found |= {
+            f"{prefix}loss": part.loss,
+            f"{prefix}grad_norm": part.grad_norm,
+            lr: part.lr,
+            f"{prefix}optimizer_steps": float(part.steps_taken),
+            f"{prefix}optimizer_steps_skipped": float(part.steps_skipped),
+        }
+    return found
+
+
+class Laps:
+    """Seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap was spent on `name`."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+# ---------------------------------------------------------------------- samples for people
+
+
+def _sample_texts(
+    share: Share, groups: Sequence[TrajectoryGroup], logprobs: Sequence[torch.Tensor], count: int
+) -> list[str]:
+    """Some samples as people read them: the first of each group, then the second, ... up to `count`."""
+    prompts = {group.group_id: group.prompt for group in groups}
+    order = sorted(range(len(share.samples)), key=lambda i: (share.protos[i].sample_index, share.places[i]))
+    return [_sample_text(share.protos[i], share.samples[i], prompts, logprobs[i]) for i in order[:count]]
+
+
+def _sample_text(proto: SampleProto, sample: Sample, prompts: Mapping[str, Prompt], logprobs: torch.Tensor) -> str:
+    prompt = prompts[proto.group_id]
+    gap = (logprobs - sample.rollout_logprobs)[sample.loss_mask] if proto.rollout_logprobs else logprobs[:0]
+    return json.dumps(
+        {
+            "sample": name_of(proto),
+            "prompt": prompt.text or [m.content for m in prompt.chat.messages] or None,
+            "record": prompt.record_json,
+            "response": proto.response_text,
+            "reward": proto.reward,
+            "advantage": float(sample.advantages[0]),
+            "tokens": len(proto.response_token_ids),
+            "finish_reason": enum_name(FinishReason, proto.finish_reason),
+            "logprob_abs_diff": float(gap.abs().mean()) if gap.numel() else None,
+            "versions": list(sample.weight_versions),
+            "engine": proto.engine_id,
+        }
+    )
