@@ -145,3 +145,12 @@ def test_comparisons_are_numbers_and_slopes_are_the_gradient():
     y = with_slope(x.square(), 2 * x, x)
     assert y.tolist() == [1, 4, 9]
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 4, 6]
+
+
+def test_a_masked_difference_has_its_gradient_in_the_first_argument_alone():
+    x_BT, y_BT = (torch.randn(2, 3, dtype=F64, requires_grad=True) for _ in range(2))
+    mask = Mask(torch.tensor([[1, 0, 1], [0, 0, 1]]))
+    assert torch.equal(mask.difference(x_BT, y_BT), mask.zero(x_BT - y_BT))
+    assert torch.autograd.gradcheck(lambda x: mask.difference(x, y_BT), x_BT)
+    assert torch.autograd.grad(mask.difference(x_BT, y_BT).sum(), y_BT, allow_unused=True) == (None,)
+    assert mask.difference(torch.full((2, 3), torch.inf), torch.full((2, 3), torch.inf))[0, 1] == 0

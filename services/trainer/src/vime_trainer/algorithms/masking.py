@@ -28,7 +28,7 @@ class Mask:
     def __init__(self, mask_BT: Tensor) -> None:
         self.bool_BT = as_bool(mask_BT)
         self._ones: dict[torch.dtype, Tensor] = {}
-        self._bits: dict[torch.dtype, Tensor] = {}
+        self._bit_masks: dict[torch.dtype, Tensor] = {}
 
     @property
     def _bytes(self) -> Tensor:
@@ -51,13 +51,23 @@ class Mask:
 
         `out`: where to write it, then without gradient.
         """
-        integer = _INTEGER[x_BT.element_size()]
-        if integer not in self._bits:
-            self._bits[integer] = -self._bytes.to(integer)  # -1 is all ones
-        if out is None:
-            return _and(x_BT, self._bits[integer])
-        torch.bitwise_and(x_BT.detach().view(integer), self._bits[integer], out=out.view(integer))
-        return out
+        bits_BT = self._bits(x_BT)
+        if out is not None:
+            torch.bitwise_and(x_BT.detach().view(bits_BT.dtype), bits_BT, out=out.view(bits_BT.dtype))
+            return out
+        return _and(x_BT, bits_BT)
+
+    def difference(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        """`zero(x_BT - y_BT)` in one buffer, with gradient in `x_BT` alone."""
+        zeroed: Tensor = _Difference.apply(x_BT, y_BT.detach(), self._bits(x_BT))  # type: ignore[no-untyped-call]
+        return zeroed
+
+    def _bits(self, like: Tensor) -> Tensor:
+        """All ones where trained, all zeros elsewhere, as an integer as wide as `like`."""
+        integer = _INTEGER[like.element_size()]
+        if integer not in self._bit_masks:
+            self._bit_masks[integer] = (-self._bytes).to(integer)  # -1 is all ones
+        return self._bit_masks[integer]
 
     def sum(self, x_BT: Tensor) -> Tensor:
         """Σ_t x_t m_t of each sample, [B]. `x_BT` is finite where masked; [B, 1] is shared by a sample's tokens."""
@@ -89,6 +99,22 @@ class _And(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
         return _and(upstream, bits), None
+
+
+class _Difference(torch.autograd.Function):
+    """(x − y) & bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
+        gap = x - y
+        gap.view(bits.dtype).bitwise_and_(bits)
+        return gap
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (bits,) = ctx.saved_tensors
+        return _and(upstream, bits), None, None
 
 
 def row_sum(x_BT: Tensor, weights_BT: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def simulate(ranks: int, work: Callable[[int, Reduce], Result], timeout_s: float
         if finished.exception() is not None:
             barrier.abort()
 
+    # bounded by: the barrier's time; a rank that fails or is late breaks it for all
     with ThreadPoolExecutor(ranks) as pool:
         futures = [pool.submit(run, rank) for rank in range(ranks)]
         for future in futures:
@@ -70,4 +71,5 @@ def simulate(ranks: int, work: Callable[[int, Reduce], Result], timeout_s: float
     root = next((error for error in causes if error and not isinstance(error, threading.BrokenBarrierError)), None)
     if root is not None:
         raise root
+    # bounded by: the block above, which ends when all are done
     return [future.result() for future in futures]

@@ -107,7 +107,7 @@ class Terms:
     def __init__(self, batch: PolicyBatch) -> None:
         self.batch = batch
         self.mask = Mask(batch.loss_mask_BT)
-        self.log_ratio_BT = self.mask.zero(batch.logprobs_BT - batch.proximal_BT)
+        self.log_ratio_BT = self.mask.difference(batch.logprobs_BT, batch.proximal_BT)
         self.ratio_BT = self.log_ratio_BT.detach().exp()
         self.advantages_BT = self.mask.zero(batch.advantages_BT.detach())
 
@@ -121,7 +121,7 @@ class Terms:
         """log π_o − log q, without gradient; None without the engine's logprobs."""
         if self.batch.rollout_logprobs_BT is None:
             return None
-        return self.mask.zero(self.batch.proximal_BT - self.batch.rollout_logprobs_BT.detach())
+        return self.mask.difference(self.batch.proximal_BT, self.batch.rollout_logprobs_BT)
 
 
 @dataclass(frozen=True)

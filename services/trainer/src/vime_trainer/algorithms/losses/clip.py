@@ -34,11 +34,12 @@ def _clipped(log_ratio_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: Polic
     """L as above, and dL / d log ρ = −ρ A where nothing was clipped, else 0."""
     minus_a_BT = -terms.advantages_BT
     free_BT = ratio_BT * minus_a_BT
-    bound_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high) * minus_a_BT
-    loss_BT = torch.maximum(free_BT, bound_BT)
+    loss_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high).mul_(minus_a_BT)
+    torch.maximum(loss_BT, free_BT, out=loss_BT)
     if config.eps_clip_c is not None:
         ceiling_BT = config.eps_clip_c * minus_a_BT
         loss_BT = torch.where(minus_a_BT > 0, torch.minimum(loss_BT, ceiling_BT), loss_BT)
     clipped_BT = where_true(torch.ne, loss_BT, free_BT)
-    slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1)  # not from free_BT, which may have overflowed
+    # ρ A where not clipped; from loss_BT, since free_BT may have overflowed where clipped
+    slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1, out=free_BT)
     return TokenLoss(with_slope(loss_BT, slope_BT, log_ratio_BT), clipped_BT, zeroed=True)  # A is 0 where masked

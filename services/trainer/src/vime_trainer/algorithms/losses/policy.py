@@ -149,7 +149,7 @@ def batch_denominators(
     if batch.old_logprobs_BT is None or batch.rollout_logprobs_BT is None:
         raise ValueError("renormalize and batch_normalize need old_logprobs_BT and rollout_logprobs_BT of the batch")
     mask = Mask(batch.loss_mask_BT)
-    gap_BT = mask.zero(batch.old_logprobs_BT.detach() - batch.rollout_logprobs_BT.detach())
+    gap_BT = mask.difference(batch.old_logprobs_BT.detach(), batch.rollout_logprobs_BT)
     made = correct(gap_BT, mask, correction)
     kept_BT = mask.bool_BT if made.kept_BT is None or not correction.renormalize else made.kept_BT
     counts = denominators(kept_BT, trajectories, reduce)
@@ -166,7 +166,7 @@ def _kl(terms: Terms, config: PolicyLossConfig) -> Tensor | None:
             raise ValueError(f"kl_loss_coef={config.kl_loss_coef} needs ref_logprobs_BT")
         return None
     with torch.set_grad_enabled(torch.is_grad_enabled() and config.kl_loss_coef != 0):
-        delta_BT = terms.mask.zero(terms.batch.logprobs_BT - terms.batch.ref_logprobs_BT.detach())
+        delta_BT = terms.mask.difference(terms.batch.logprobs_BT, terms.batch.ref_logprobs_BT)
         return kl_of(delta_BT, config.kl_loss_type, terms.log_ratio_BT if config.unbiased_kl else None)
 
 
@@ -187,7 +187,7 @@ def _normalised(weight_BT: Tensor, config: CorrectionConfig, correction_mean: Te
 
 
 def _measure_ratio(terms: Terms, token: TokenLoss, averages: Averages) -> None:
-    averages.add("ppo_kl", -terms.log_ratio_BT, zeroed=True)
+    averages.add("ppo_kl", terms.log_ratio_BT, zeroed=True, scale=-1.0)
     averages.add("ois", terms.ratio_BT - 1, zeroed=True, offset=1.0)
     if token.clipped_BT is not None:
         averages.add("pg_clipfrac", token.clipped_BT, zeroed=token.zeroed)

@@ -59,7 +59,7 @@ def _weight(terms: Terms, config: PolicyLossConfig) -> Tensor:
         return torch.ones_like(p_BT)
     if terms.batch.rollout_logprobs_BT is None:
         raise ValueError(f"importance={config.importance!r} needs rollout_logprobs_BT")
-    log_ratio_BT = terms.mask.zero(terms.batch.logprobs_BT.detach() - terms.batch.rollout_logprobs_BT.detach())
+    log_ratio_BT = terms.mask.difference(terms.batch.logprobs_BT.detach(), terms.batch.rollout_logprobs_BT)
     return _f(log_ratio_BT.exp(), config)
 
 
