@@ -69,12 +69,12 @@ class BatchTraining:
         clock = Laps()
         share = select(groups, places, self._algorithm)
         clock.lap("perf/data_preprocess_time")
-        share = self._scored(share, clock)
+        share, before = self._scored(share, clock)
         unreplayed = self._score_without_replay(share) if command.score_without_replay else None
         clock.lap("perf/log_probs_time")
         samples, advantages = with_advantages(share, len(command.group_ids), self._algorithm, GLOBAL)
         share = replace(share, samples=samples)
-        trained = self._train(samples, clock)
+        trained = self._train(samples, before, clock)
         metrics = rollout_measures(share, GLOBAL)
         metrics |= {f"rollout/{name}": value for name, value in reduced(advantages.metrics, GLOBAL).items()}
         metrics |= self._role_measures(share)
@@ -96,9 +96,10 @@ class BatchTraining:
 
     # ------------------------------------------------------------------ before the step
 
-    def _scored(self, share: Share, clock: Laps) -> Share:
-        """The samples with the logprobs and values that the algorithm asks for."""
-        algorithm = self._algorithm
+    def _scored(self, share: Share, clock: Laps) -> tuple[Share, list[torch.Tensor] | None]:
+        """The samples with the logprobs and values that the algorithm asks for; and the policy's own logprobs, unless
+        the first forward pass of the training gives them anyway."""
+        algorithm, before = self._algorithm, None
         columns: dict[str, Sequence[Any]] = {}
         if needs_reference(algorithm):
             columns["reference_logprobs"] = self._score(share, "reference", replay=self._engine.replays)
@@ -107,8 +108,11 @@ class BatchTraining:
             # The teacher's own routes: those of the rollout belong to the student's router.
             columns["teacher_logprobs"] = self._score(share, "teacher", replay=False)
             clock.lap("perf/teacher_log_probs_time")
-        if (algorithm.kl_coef > 0 or needs_teacher(algorithm)) and not algorithm.use_rollout_logprobs:
-            columns["old_logprobs"] = self._score(share, "current", replay=self._engine.replays)
+        shaped = (algorithm.kl_coef > 0 or needs_teacher(algorithm)) and not algorithm.use_rollout_logprobs
+        if shaped or algorithm.mini_batches > 1:
+            before = self._score(share, "current", replay=self._engine.replays)
+            if not algorithm.use_rollout_logprobs:
+                columns["old_logprobs"] = before
             clock.lap("perf/log_probs_time")
         if self._engine.critic is not None:
             columns["values"] = self._engine.critic.values(share.samples)
@@ -117,7 +121,7 @@ class BatchTraining:
             replace(sample, **{name: column[row] for name, column in columns.items()})
             for row, sample in enumerate(share.samples)
         ]
-        return replace(share, samples=samples)
+        return replace(share, samples=samples), before
 
     def _score(
         self, share: Share, weights: Literal["current", "reference", "teacher"], *, replay: bool
@@ -129,7 +133,7 @@ class BatchTraining:
 
     # ------------------------------------------------------------------ the step
 
-    def _train(self, samples: Sequence[Sample], clock: Laps) -> _Trained:
+    def _train(self, samples: Sequence[Sample], before: list[torch.Tensor] | None, clock: Laps) -> _Trained:
         critic = self._engine.critic
         fitted, alone = None, False
         if critic is not None:
@@ -137,12 +141,13 @@ class BatchTraining:
             fitted = critic.train(samples, build_value_loss(self._algorithm))
             clock.lap("perf/critic_train_time")
         if alone:
-            logprobs = self._engine.score(samples, replay=self._engine.replays)
+            if before is None:
+                before = self._engine.score(samples, replay=self._engine.replays)
             clock.lap("perf/log_probs_time")
-            return _Trained(None, fitted, logprobs)
+            return _Trained(None, fitted, before)
         result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches)
         clock.lap("perf/actor_train_time")
-        return _Trained(result, fitted, result.logprobs)
+        return _Trained(result, fitted, result.logprobs if before is None else before)
 
     def _role_measures(self, share: Share) -> dict[str, float]:
         found: dict[str, float] = {}
