@@ -52,7 +52,7 @@ def command(folder: Path, name: str, settings: Sequence[str], *flags: str, recip
 
 
 def vime_run(
-    folder: Path, name: str, settings: Sequence[str] = (), *flags: str, recipe: Path = RECIPE, timeout: float = 240
+    folder: Path, name: str, settings: Sequence[str] = (), *flags: str, recipe: Path = RECIPE, timeout: float = 480
 ) -> Run:
     """Run to the end."""
     try:
