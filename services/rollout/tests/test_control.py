@@ -124,3 +124,39 @@ async def test_a_device_that_cannot_be_given_away_goes_on(
     with pytest.raises(EngineFailed, match="sleep mode is off"):
         await control.give_device(ME)
     await fake_stack.generate("r", PROMPT)
+
+
+async def test_a_pause_whose_caller_gave_up_while_it_waited_is_lifted_at_its_time(
+    fake_stack: Stack, control: Control
+) -> None:
+    await fake_stack.publish(1, A)
+    slow(fake_stack)
+    running = asyncio.create_task(fake_stack.generate("r", PROMPT, max_tokens=400))
+    await until_running(fake_stack, "r/0")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):  # the deadline of the call, long before the sample ends
+            await control.pause(ME, PauseMode.WAIT, 0.3)
+    assert control.paused
+    await fake_stack.generate("n", PROMPT)
+    assert not control.paused
+    assert "without a Resume" in control.note
+    running.cancel()
+
+
+async def test_a_device_whose_taker_gave_up_while_it_was_given_away_can_be_taken_back(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_stack.publish(1, A)
+
+    async def endless() -> int:
+        await asyncio.sleep(60)
+        return 0
+
+    monkeypatch.setattr(fake_stack.engine, "sleep", endless)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await control.give_device(ME)
+    with pytest.raises(FailedPrecondition, match="ReturnDevice first"):
+        await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+    await control.take_device(ME)
+    await fake_stack.generate("n", PROMPT)

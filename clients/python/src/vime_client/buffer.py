@@ -131,6 +131,7 @@ class LeasedPrompt:
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
+                # bounded by: the cancel above; a beat gives way to it at once
                 await self._keeper
         if self._settled or self.lost:
             return

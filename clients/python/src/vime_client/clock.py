@@ -49,6 +49,7 @@ class ManualClock:
             return
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sleepers.append((self._now + seconds, woken))
+        # unbounded: time stands still until the test moves it
         await woken
 
     def advance(self, seconds: float) -> None:

@@ -49,6 +49,7 @@ def die_with_parent(
 
 
 def _watch(parent: int, stop_signal: signal.Signals | None, kill_after_s: float, poll_s: float) -> None:
+    # unbounded: it watches for as long as the parent lives, in a daemon thread
     while os.getppid() == parent:
         time.sleep(poll_s)  # a poll, because a pidfd cannot tell of a parent that died before it was opened
     if stop_signal is not None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from vime_client.config_loading import ConfigError, ConfigModel, load_config
+from vime_client.worker.demonstrations import SFT_TABLE, DemonstrationSection
 
 EVAL_PREFIX = "eval/"
 DEFAULT_GENERATION_DEADLINE_S = 50.0
@@ -67,10 +68,13 @@ class ModelSection(ConfigModel):
     path: RecipePath
     """Hugging Face folder: config.json, safetensors, tokenizer."""
 
-    @field_validator("path")
+    teacher: RecipePath | None = None
+    """Hugging Face folder of the teacher of on-policy distillation, of the same shape as the starting model."""
+
+    @field_validator("path", "teacher")
     @classmethod
-    def _is_a_model(cls, path: Path) -> Path:
-        if not (path / "config.json").is_file():
+    def _is_a_model(cls, path: Path | None) -> Path | None:
+        if path is not None and not (path / "config.json").is_file():
             raise ValueError(f"{path} holds no config.json" if path.is_dir() else f"folder {path} does not exist")
         return path
 
@@ -149,6 +153,8 @@ class WorkerSection(ConfigModel):
     """Workers that `vime run` starts; more may join from anywhere with `vime worker`."""
     concurrency: int = Field(default=32, ge=1)
     """Prompts that a worker has in hand at once."""
+    demonstration: DemonstrationSection = DemonstrationSection()
+    """Where demonstrations stand in the records of table `sft`."""
     filter: FunctionName = ""
     """Which finished groups of train tables are kept: empty for all, `nonzero_std`, `file.py:function`, `grpc://...`."""
 
@@ -215,6 +221,7 @@ class Recipe(ConfigModel):
     def _names_fit(self) -> Recipe:
         if not self.tables:
             raise ValueError('tables: a run needs a table "train"')
+        self._check_demonstrations()
         known = self.rewards.by_name
         for name, table in self.tables.items():
             if table.reward and table.reward not in known:
@@ -231,6 +238,20 @@ class Recipe(ConfigModel):
                     f"samples_per_prompt is {table.samples_per_prompt}, it needs at least 2"
                 )
         return self
+
+    def _check_demonstrations(self) -> None:
+        algorithm = self.trainer.get("algorithm", {})
+        supervised = isinstance(algorithm, dict) and algorithm.get("objective") == "sft"
+        table = self.tables.get(SFT_TABLE)
+        if supervised != (table is not None):
+            raise ValueError(
+                f'table "{SFT_TABLE}" and trainer.algorithm.objective = "sft" belong together; '
+                f"the recipe has only the {'objective' if supervised else 'table'}"
+            )
+        if table is not None and table.samples_per_prompt != 1:
+            raise ValueError(
+                f'tables."{SFT_TABLE}".samples_per_prompt is {table.samples_per_prompt}: a record has one demonstration'
+            )
 
     @property
     def run_dir(self) -> Path:

@@ -81,7 +81,9 @@ class Buffer:
         """Finish what waits and close the files."""
         self.stop_waiting()
         await asyncio.to_thread(self._writer.close)
+        # bounded by: reads of local files, which wait for nobody
         self._reader.shutdown()
+        # bounded by: as above
         self._payloads.shutdown()
         self._reading.close()
         self._ledger.close()
@@ -135,6 +137,7 @@ class Buffer:
     def _give_back(self, future: Future[PromptAnswer]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
+        # bounded by: the callback, which comes when it is done
         ids = [lease.lease_id for lease in future.result().leases]
         if ids and not self.changes.stopped:
             self._writer.submit(lambda ledger: leases.release(ledger, ids))

@@ -103,14 +103,14 @@ class Writer(Generic[LedgerT]):
         ending = False
         while not ending:
             batch: list[_Operation] = []
-            # No deadline here: this is the thread's idle state, and close() puts the None that ends it.
+            # unbounded: this is the thread's idle state, and close() puts the None that ends it
             item = self._queue.get()
             while item is not None:
                 if item.future.set_running_or_notify_cancel():
                     batch.append(item)
                 if len(batch) >= _MAX_BATCH or self._queue.empty():
                     break
-                item = self._queue.get()
+                item = self._queue.get_nowait()  # nobody else takes from it
             ending = item is None
             if batch:
                 self._run(batch)

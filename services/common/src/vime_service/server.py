@@ -190,6 +190,7 @@ class Service:
         ended = flights.end_all()
         if ended:
             _log.warning("calls outlasted the grace period", ended=ended, grace_s=self.config.grace_seconds)
+        # bounded by: the grace that it was given
         await stopped
 
     async def _call_all(self, callbacks: list[Callback], seconds: float) -> bool:
@@ -265,7 +266,7 @@ async def serve(
         sys.stdout.write(f"vime-{name} listening on {service.address}\n")
         sys.stdout.flush()
         service.spawn(_start(service, start), "start-up")
-        # Without a bound: this is the service's life; signals and failures end it.
+        # unbounded: this is the service's life; signals and failures end it
         await service.stopping.wait()
     finally:
         clean = await service.close()
@@ -306,6 +307,7 @@ def _handle_signals(service: Service) -> None:
 
 async def _maybe(result: Awaitable[None] | None) -> None:
     if inspect.isawaitable(result):
+        # bounded by: whoever calls; registering waits for nobody, callbacks at the end share a time
         await result
 
 

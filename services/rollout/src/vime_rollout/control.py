@@ -16,6 +16,8 @@ from vime_service.errors import EngineFailed
 
 _log = get_logger(__name__)
 _HOLDER = "a pause"
+_YIELD_SECONDS = 120.0
+"""When a YieldDevice whose owner vanished before the engine slept is given up."""
 
 
 @dataclass(slots=True)
@@ -52,11 +54,7 @@ class Control:
         """
         self._weights.check_caller(caller)
         async with self._updater.exclusive():
-            ended = await self._stand_still(mode)
-            assert self._held is not None
-            if not self._held.asleep:
-                self._held.expiry = asyncio.create_task(self._expire(expires_after_s, caller), name="pause-expiry")
-            return ended
+            return await self._stand_still(mode, caller, expires_after_s)
 
     async def resume(self, caller: VersionKey) -> None:
         """Go on. No error if nothing stands still; memory that was given away is taken back first."""
@@ -68,17 +66,19 @@ class Control:
         """End what runs, give device memory away; the bytes freed. Ends with `take_device` only."""
         self._weights.check_caller(caller)
         async with self._updater.exclusive():
-            await self._stand_still(PauseMode.ABORT)
+            await self._stand_still(PauseMode.ABORT, caller, _YIELD_SECONDS)
             assert self._held is not None
             if self._held.asleep:
                 return 0
+            self._cancel_expiry()
+            # Before it sleeps: a caller that is gone by then must find it asleep, not half awake.
+            self._held.asleep = self._updater.asleep = True
             try:
-                freed = await self._engine.sleep()
+                return await self._engine.sleep()
             except EngineError as error:
+                self._held.asleep = False
                 await self._go_on()
                 raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
-            self._held.asleep = self._updater.asleep = True
-            return freed
 
     async def take_device(self, caller: VersionKey) -> None:
         """Take device memory back and go on. No error if it was not given away."""
@@ -88,7 +88,7 @@ class Control:
         """Forget the pause; nothing goes on."""
         self._cancel_expiry()
 
-    async def _stand_still(self, mode: PauseMode) -> int:
+    async def _stand_still(self, mode: PauseMode, caller: VersionKey, expires_after_s: float) -> int:
         self._cancel_expiry()
         await self._traffic.close(_HOLDER)
         running = [i for i, sample in self._traffic.running.items() if not sample.ended]
@@ -97,6 +97,8 @@ class Control:
         self._updater.keep_paused = True
         if self._held.asleep:
             return 0
+        # Before anything is waited for: a caller that is gone by then will not lift the pause.
+        self._held.expiry = asyncio.create_task(self._expire(expires_after_s, caller), name="pause-expiry")
         try:
             await self._engine.pause(mode)
         except EngineError as error:

@@ -193,7 +193,9 @@ class Generation:
         async def run(index: int, sample: RunningSample) -> None:
             async with aclosing(self._sample(request, sampling, index, sample, stream)) as pieces:
                 async for piece in pieces:
+                    # bounded by: the reader of the stream; when its call ends, this task is cancelled
                     await ready.put(piece)
+            # bounded by: as above
             await ready.put(None)
 
         with self._traffic.admit(ids, request.fence, len(request.resume_token_ids)) as samples:
@@ -376,7 +378,7 @@ def _seed(seed: int, resumed: int) -> int:
 
 async def _next(ready: asyncio.Queue[Piece | None], tasks: list[asyncio.Task[None]]) -> Piece | None:
     """The next piece, or the error of the first task that failed."""
-    # Bounded by the caller's deadline: gRPC cancels the handler, and with it this wait.
+    # bounded by: the caller's deadline; gRPC cancels the handler, and with it this wait
     getter = asyncio.create_task(ready.get())
     try:
         while True:
@@ -386,6 +388,7 @@ async def _next(ready: asyncio.Queue[Piece | None], tasks: list[asyncio.Task[Non
             if getter.done():
                 return getter.result()
             pending = [task for task in tasks if not task.done()]
+            # bounded by: the caller's deadline, as above
             await asyncio.wait([getter, *pending], return_when=asyncio.FIRST_COMPLETED)
     finally:
         getter.cancel()

@@ -131,7 +131,7 @@ class Traffic:
         Raises:
             EngineFailed: the weights turned out to be wrong.
         """
-        # Bounded: the update that took deliveries back has a deadline of its own and always ends in allow or break.
+        # bounded by: the update that took deliveries back; each leg of it has a time, and it ends in allow or break
         await self._deliver.wait()
         if self._broken is not None:
             raise self._broken

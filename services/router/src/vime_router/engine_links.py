@@ -42,6 +42,7 @@ class EngineLink:
             RpcError: what else it answered.
         """
         with self._call(method, request, seconds) as call:
+            # bounded by: `seconds`, the deadline of the call
             return await call
 
     @asynccontextmanager

@@ -15,6 +15,7 @@ from vime_client.buffer import BufferClient
 from vime_client.channel import ChannelSettings
 from vime_client.errors import RpcError
 from vime_client.launcher.probes import Probe, all_components
+from vime_client.launcher.process import REAP_S
 from vime_client.logs import get_logger
 from vime_client.telemetry import dist_version
 
@@ -48,11 +49,11 @@ async def final_report(run_dir: Path) -> None:
         *(sys.executable, "-m", "vime_client.report", str(run_dir)), stdin=asyncio.subprocess.DEVNULL
     )
     try:
-        async with asyncio.timeout(_REPORT_S):
-            code = await process.wait()
+        code: int | None = await asyncio.wait_for(process.wait(), _REPORT_S)
     except TimeoutError:
         process.kill()
-        code = await process.wait()
+        await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=REAP_S)
+        code = process.returncode
     if code != 0:
         _log.error("the report could not be written", exit_code=code)
 

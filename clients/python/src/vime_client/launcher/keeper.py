@@ -8,7 +8,7 @@ from collections.abc import Callable
 from vime_client.clock import Clock
 from vime_client.launcher.plan import RunPlan, ServicePlan
 from vime_client.launcher.probes import FileProbe, Probe
-from vime_client.launcher.process import ServiceProcess, exit_text, probable_cause
+from vime_client.launcher.process import REAP_S, ServiceProcess, exit_text, probable_cause
 from vime_client.launcher.restarts import Restarts
 from vime_client.launcher.state import ServiceState
 from vime_client.logs import get_logger
@@ -75,7 +75,11 @@ class Keeper:
         except TimeoutError:
             _log.warning(f"{self.service.name} does not end by itself and is killed", seconds=round(seconds, 1))
         process.kill()  # its group too: what it started must not outlive it
-        await process.wait()
+        try:
+            async with asyncio.timeout(REAP_S):
+                await process.wait()
+        except TimeoutError:  # stuck in the kernel, such as on a dead network disk: nothing can end it
+            _log.error(f"{self.service.name} was killed and is still there", pid=process.pid, seconds=REAP_S)
         self._process = None
         self._set(pid=0, state="stopped", ready=False)
 
@@ -99,6 +103,7 @@ class Keeper:
     async def _until_end(self, process: ServiceProcess) -> int:
         watch = asyncio.create_task(self._watch_for_silence(process))
         try:
+            # unbounded: a service may live for ever; one that gives no sign of it is killed by the watch
             return await process.wait()
         finally:
             watch.cancel()

@@ -33,6 +33,7 @@ async def watch_loop(plan: RunPlan, say: Callable[[str], None], clock: Clock) ->
     A trainer that is away is waited for: its keeper starts it again, or gives up and ends the run.
     """
     if not plan.trainer:  # services without a trainer run until they are stopped
+        # unbounded: such a run ends when the person says so
         await asyncio.get_running_loop().create_future()
     async with TrainerClient(plan.trainer, ChannelSettings(max_attempts=1, untraced_methods=("*",))) as trainer:
         while True:

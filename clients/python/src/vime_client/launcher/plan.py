@@ -15,6 +15,7 @@ from vime_client.addresses import join_address
 from vime_client.config_loading import ConfigModel
 from vime_client.recipe import EVAL_PREFIX, LauncherSection, Recipe
 from vime_client.worker.config import worker_settings
+from vime_client.worker.demonstrations import SFT_TABLE
 
 HOST = "127.0.0.1"
 SUPERVISOR_PID = "{supervisor_pid}"
@@ -139,8 +140,9 @@ def load_plan(run_dir: Path) -> RunPlan:
 def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The own section of each service: what is computed here, then what the recipe says."""
     tables = {name: table.model_dump(mode="json", exclude_unset=True) for name, table in recipe.tables.items()}
-    if "train" in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
-        tables["train"].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
+    for name in ("train", SFT_TABLE):
+        if name in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
+            tables[name].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
     model = str(recipe.model.path)
     sections: dict[str, dict[str, Any]] = {
         "buffer": {
@@ -157,6 +159,7 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
             "buffer_address": address["buffer"],
             "router_address": address["router"],
             "model_path": model,
+            **({} if recipe.model.teacher is None else {"teacher_path": str(recipe.model.teacher)}),
             "steps": recipe.run.steps,
             "seed": recipe.run.seed,
             "eval_tables": [name for name in recipe.tables if name.startswith(EVAL_PREFIX)],

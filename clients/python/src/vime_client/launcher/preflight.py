@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vime_client.config_loading import ConfigError
 from vime_client.launcher.plan import RunPlan, ServicePlan
+from vime_client.launcher.process import REAP_S
 
 _SECONDS = 120.0
 
@@ -40,7 +41,7 @@ async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> list[st
             _, err = await process.communicate()
     except TimeoutError:
         process.kill()
-        await process.wait()
+        await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=REAP_S)
         return [f'service "{service.name}" did not check its settings within {_SECONDS:.0f} s']
     if process.returncode == 0:
         return []

@@ -18,6 +18,8 @@ from vime_client.launcher.plan import SUPERVISOR_PID, ServicePlan
 
 _POLL_S = 0.05
 """How often ends are looked for: a wait in a thread could not be cancelled, and SIGCHLD belongs to the loop's owner."""
+REAP_S = 5.0
+"""How long a killed process may take to be gone; one that is stuck in the kernel stays, and nobody waits for it."""
 _EXEC_CHILD = str(Path(__file__).with_name("exec_child.py"))
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUSE = re.compile(r"\b\w*(Error|Exception|refus|fail|cannot|in use)|^vime-", re.IGNORECASE)
@@ -55,6 +57,7 @@ class ServiceProcess:
 
     async def wait(self) -> int:
         """Its exit code; negative for a signal."""
+        # bounded by: whoever waits; this is the life of a service
         while (code := self._popen.poll()) is None:  # noqa: ASYNC110 - see _POLL_S
             await asyncio.sleep(_POLL_S)
         return code

@@ -53,8 +53,10 @@ class Supervisor:
         kept = [asyncio.create_task(keeper.keep()) for keeper in self._keepers.values()]
         main = asyncio.create_task(self._main())
         sweep = asyncio.create_task(self._sweep())
+        # unbounded: this and the next are the life of the run, which its end, a failure or a signal ends
         stopped = asyncio.create_task(stop.wait())
         try:
+            # unbounded: as above
             await asyncio.wait({*kept, main, stopped}, return_when=asyncio.FIRST_COMPLETED)
             await self._conclude(main, kept)
             if not stop.is_set() and self._state.phase in ("finished", "failed"):

@@ -91,6 +91,7 @@ class Child:
     def _read(self, size: int) -> bytes | None:
         data = bytearray()
         while len(data) < size:
+            # unbounded: an idle child waits for its next job; its parent's end closes the connection
             piece = self._connection.recv(size - len(data))
             if not piece:
                 return None

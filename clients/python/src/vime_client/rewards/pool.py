@@ -190,9 +190,11 @@ class RewardPool:
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[RewardProcess]:
         """An idle child for one conversation. A cancelled conversation costs the child: it may be in mid-answer."""
+        # bounded by: the conversations of the others, each of which has a time; closing the pool wakes all
         process = None if self._closed else await self._idle.get()
         while process is not None and not process.alive:  # ended while idle, such as by the out-of-memory killer
             await self._replace(process)
+            # bounded by: as above
             process = await self._idle.get()
         if process is None:
             self._idle.put_nowait(None)  # wake the next who waits

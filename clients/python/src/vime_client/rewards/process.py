@@ -86,6 +86,7 @@ class RewardProcess:
         body = json.dumps(message).encode()
         try:
             self._writer.write(_LENGTH.pack(len(body)) + body)
+            # bounded by: the time of the conversation, which the pool sets
             await self._writer.drain()
         except ConnectionError as error:
             raise ProcessDied(await self._exit_code()) from error
@@ -97,7 +98,9 @@ class RewardProcess:
             ProcessDied: it ended before the answer was whole.
         """
         try:
+            # bounded by: the time of the conversation, which the pool sets
             size = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]
+            # bounded by: as above
             answer: dict[str, Any] = json.loads(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise ProcessDied(await self._exit_code()) from error

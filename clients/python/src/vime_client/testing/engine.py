@@ -68,6 +68,7 @@ class FakeEngine(generation_service_pb2_grpc.GenerationServiceServicer):
         self.requests.append(request)
         try:
             answer = self._generate(request)
+            # bounded by: the caller's deadline, which cancels this handler
             replies = await answer if inspect.isawaitable(answer) else answer
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)

@@ -71,6 +71,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
                 yield event
             if self.status.state in (pb.TRAINER_STATE_FINISHED, pb.TRAINER_STATE_FAILED):
                 return
+            # bounded by: the caller's deadline, which cancels this handler
             await self._changed.wait()
 
     def _say(self, event: pb.WatchResponse) -> None:

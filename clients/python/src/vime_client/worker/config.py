@@ -12,6 +12,7 @@ from vime_client.config_loading import ConfigModel
 from vime_client.logs import LogConfig
 from vime_client.recipe import Recipe
 from vime_client.telemetry import TelemetryConfig
+from vime_client.worker.demonstrations import DemonstrationSection
 
 
 def default_worker_id() -> str:
@@ -49,6 +50,8 @@ class WorkerSettings(ConfigModel):
     """Processes that run rewards."""
     filter: str = ""
     """Which finished groups of train tables are kept."""
+    demonstration: DemonstrationSection = DemonstrationSection()
+    """Where demonstrations stand in the records of table `sft`."""
     concurrency: int = Field(default=32, ge=1)
     """Prompts in hand at once."""
     tables: dict[str, WorkerTable] = Field(default={})
@@ -103,6 +106,7 @@ def worker_settings(
         reward_timeout_s=recipe.rewards.timeout_s,
         reward_processes=recipe.rewards.processes,
         filter=recipe.worker.filter,
+        demonstration=recipe.worker.demonstration,
         concurrency=recipe.worker.concurrency,
         tables=tables,
     )

@@ -1,4 +1,5 @@
-"""One lease's work: render, generate, check, score, filter. What goes wrong becomes a failure class, never a reward."""
+"""One lease's work: render, generate (or take a demonstration), check, score, filter. What goes wrong becomes a failure
+class, never a reward."""
 
 from __future__ import annotations
 
@@ -22,6 +23,13 @@ from vime_client.rewards.functions import FunctionError
 from vime_client.rewards.reward import Reward, apply_score
 from vime_client.rewards.values import Score, unscored
 from vime_client.worker.config import WorkerSettings
+from vime_client.worker.demonstrations import (
+    SFT_TABLE,
+    BadDemonstration,
+    answered,
+    build_demonstration,
+    demonstration_of,
+)
 from vime_client.worker.filters import GroupFilter, KeepAll
 from vime_client.worker.group import Aborted, BadGeneration, build_group
 
@@ -82,6 +90,8 @@ class GroupMaker:
             return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT if late else buffer_pb.FAILURE_CLASS_GENERATION, str(error))
         except (Aborted, BadGeneration) as error:
             return Failed(buffer_pb.FAILURE_CLASS_GENERATION, str(error))
+        except BadDemonstration as error:
+            return Failed(buffer_pb.FAILURE_CLASS_USER_CODE, str(error))
         scores = await self._score(group, lease.reward or table.reward)
         if all(score.unscored for score in scores):
             return Failed(buffer_pb.FAILURE_CLASS_REWARD, f"no sample has a reward: {scores[0].detail}")
@@ -105,6 +115,8 @@ class GroupMaker:
 
     async def _generate(self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool) -> pb.TrajectoryGroup:
         prompt_token_ids = await self._token_ids(lease.prompt)
+        if lease.table == SFT_TABLE:
+            return await self._demonstrate(lease, prompt_token_ids)
         answer = await self._engine.generate(
             prompt_token_ids,
             lease.sampling,
@@ -118,6 +130,12 @@ class GroupMaker:
             allow_inexact_sampling=lease.table.startswith(EVAL_PREFIX),
         )
         return build_group(lease, prompt_token_ids, answer)
+
+    async def _demonstrate(self, lease: buffer_pb.PromptLease, prompt_token_ids: list[int]) -> pb.TrajectoryGroup:
+        section = self._settings.demonstration
+        text = demonstration_of(lease.prompt, section)
+        whole = await self._token_ids(answered(lease.prompt, text, section.end))
+        return build_demonstration(lease, prompt_token_ids, whole, text)
 
     async def _token_ids(self, prompt: pb.Prompt) -> list[int]:
         match prompt.WhichOneof("input"):

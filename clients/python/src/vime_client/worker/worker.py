@@ -111,6 +111,7 @@ class Worker:
         while True:
             free = self._settings.concurrency - len(self._leases)
             if free <= 0:
+                # bounded by: the leases' own work, each part of which has a time
                 await asyncio.wait(list(self._leases), return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(_LINGER_S)
                 continue
@@ -218,8 +219,10 @@ async def _touch(file: Path | None) -> None:
 
 
 async def _set_or_done(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+    # unbounded: this is the worker's life; a signal or a failure ends it
     waiting = asyncio.ensure_future(stop.wait())
     try:
+        # unbounded: as above
         await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()

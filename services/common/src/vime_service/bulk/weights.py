@@ -72,6 +72,7 @@ class WeightSender:
         started = time.monotonic()
         plan = self._manifest.plan
         scratch = [torch.empty(min(plan.bucket_bytes, plan.total_bytes), dtype=torch.uint8) for _ in range(2)]
+        # bounded by: packing, which copies memory and waits for nobody
         with ThreadPoolExecutor(1, "pack") as packer:
 
             def packed(bucket: int) -> Future[torch.Tensor]:
@@ -79,6 +80,7 @@ class WeightSender:
 
             coming = packed(0)
             for bucket in range(plan.num_buckets):
+                # bounded by: packing, as above
                 ready = coming.result()
                 if bucket + 1 < plan.num_buckets:
                     coming = packed(bucket + 1)

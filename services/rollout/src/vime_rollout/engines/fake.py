@@ -207,7 +207,7 @@ class FakeEngine:
             self._paused = mode
             if mode is PauseMode.WAIT:
                 held = [run for run in self._runs.values() if run.tokens]
-                # Bounded by the caller: whoever pauses has a deadline.
+                # bounded by: the caller; whoever pauses has a deadline
                 await self._changed.wait_for(lambda: not any(run in self._runs.values() for run in held))
         if mode is PauseMode.ABORT:
             await self.abort(list(self._runs))
@@ -281,7 +281,7 @@ class FakeEngine:
             if not may_run():
                 self._waiting += 1
                 async with self._changed:
-                    # Bounded by the pause, which its owner or its expiry ends.
+                    # bounded by: the pause, which its owner or its expiry ends
                     await self._changed.wait_for(may_run)
                 self._waiting -= 1
             await asyncio.sleep(self.step_seconds)

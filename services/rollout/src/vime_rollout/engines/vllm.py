@@ -7,10 +7,10 @@ Streams are CUMULATIVE and everything else FINAL_ONLY, because vLLM loses routes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from vime_rollout.engine import (
     WeightsRefused,
 )
 from vime_rollout.engines import vllm_compat
+from vime_rollout.engines.core_answer import answer_of
 from vime_rollout.engines.load_plan import LoadRecord, combine, problems
 from vime_rollout.engines.vllm_settings import (
     Expected,
@@ -48,6 +49,7 @@ from vime_rollout.engines.vllm_settings import (
 if TYPE_CHECKING:
     from vime_service.bulk import Manifest
 
+T = TypeVar("T")
 _log = get_logger(__name__)
 _ABORT_TRIES = 200
 SHUTDOWN_S = 3.0
@@ -131,12 +133,7 @@ class VllmEngine:
 
     async def check_health(self) -> None:
         """See `Engine.check_health`."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self._llm.check_health()
-        except EngineDeadError as error:
-            raise EngineDied(str(error) or "the engine core has ended") from error
+        await self._answer("check_health", self._llm.check_health())
 
     # ---------------------------------------------------------------- requests
 
@@ -203,7 +200,7 @@ class VllmEngine:
         for _ in range(_ABORT_TRIES):
             known = left & vllm_compat.known_requests(self._llm)
             if known:
-                await self._llm.abort(list(known))
+                await self._answer("abort", self._llm.abort(list(known)))
             left = (left - known) & self._active
             if not left:  # those left have been handed to vLLM, and are not in its tables yet
                 return
@@ -269,24 +266,26 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
-        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
+        paused = self._llm.pause_generation(mode=mode.value, clear_cache=False)
+        # Waiting for what runs may take as long as that runs; whoever wants it has a deadline.
+        await self._answer("pause_generation", paused, at_once=mode is not PauseMode.WAIT)
         await vllm_compat.outputs_drained(self._llm)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
-        await self._llm.resume_generation()
+        await self._answer("resume_generation", self._llm.resume_generation())
 
     async def sleep(self) -> int:
         """See `Engine.sleep`."""
         if not self._config.enable_sleep_mode:
             raise EngineError("vllm.enable_sleep_mode is off: device memory cannot be given away")
         before = sum(await self._rpc("vime_free_bytes"))
-        await self._llm.sleep(level=1, mode="abort")
+        await self._answer("sleep", self._llm.sleep(level=1, mode="abort"))
         return max(0, int(sum(await self._rpc("vime_free_bytes")) - before))
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        await self._llm.wake_up()
+        await self._answer("wake_up", self._llm.wake_up())
 
     # ---------------------------------------------------------------- weights
 
@@ -321,7 +320,8 @@ class VllmEngine:
 
     async def drop_prefix_cache(self) -> None:
         """See `Engine.drop_prefix_cache`. vLLM can only do so by preempting what is frozen: it is prefilled again."""
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        reset = self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not await self._answer("reset_prefix_cache", reset):
             raise EngineError("vLLM kept KV of the old weights in its prefix cache")
 
     async def _learn_expected(self) -> None:
@@ -348,16 +348,10 @@ class VllmEngine:
         return combine([LoadRecord(**record) for record in await self._rpc("vime_try", list(schema))])
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        from vllm.v1.engine.exceptions import EngineDeadError
+        return list(await self._answer(method, self._llm.collective_rpc(method, args=args)))
 
-        try:
-            async with asyncio.timeout(self._config.rpc_timeout_seconds):
-                results = await self._llm.collective_rpc(method, args=args)
-        except EngineDeadError as error:
-            raise EngineDied(str(error) or "the engine core has ended") from error
-        except TimeoutError as error:
-            raise EngineError(f"{method} took longer than {self._config.rpc_timeout_seconds:g} s") from error
-        return list(results)
+    async def _answer(self, what: str, answer: Awaitable[T], *, at_once: bool = True) -> T:
+        return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
 
     # ---------------------------------------------------------------- statistics
 

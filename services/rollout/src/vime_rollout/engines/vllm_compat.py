@@ -35,6 +35,13 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (ValueError, newer) if newer is not None else (ValueError,)
 
 
+def is_engine_death(error: Exception) -> bool:
+    """Whether vLLM says that its engine core has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
 def tokens_so_far(engine: Any) -> Mapping[str, int]:
     """New tokens of every request that the front end holds, by the id that its caller gave."""
     states = engine.output_processor.request_states.values()

@@ -117,6 +117,7 @@ class GrpcFleet:
     async def _leg(member: Member, name: str, call: Awaitable[T]) -> T:
         try:
             with rpc_errors(f"{member.engine_id}.{name}"):
+                # bounded by: the deadline that each leg gave its call
                 return await call
         except StaleIncarnation:
             raise  # not the member's failure: this trainer is the one that is over

@@ -95,6 +95,7 @@ class EventLog:
         while True:
             async with self._changed:
                 while self._sequence <= seen and not self._closed:
+                    # bounded by: the watcher's own deadline; closing the log wakes it, too
                     await self._changed.wait()
                 fresh = [(number, event) for number, event in self._events if number > seen]
                 closed = self._closed

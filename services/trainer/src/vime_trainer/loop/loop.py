@@ -47,6 +47,7 @@ class StepClock:
         """Await `work` and add its time to `part`."""
         started = time.monotonic()
         try:
+            # bounded by: the work itself; every call of the ports has a deadline
             return await work
         finally:
             self.parts[part] = self.parts.get(part, 0.0) + time.monotonic() - started

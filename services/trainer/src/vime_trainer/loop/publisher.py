@@ -185,6 +185,7 @@ class Publisher:
         try:
             waits = [(m, self._fleet.await_staged(m, described.version)) for m in members]
             staged = await self._each(waits, total)
+            # bounded by: the transfer's time-out, after which the ranks count as dead
             await sending
         except Refused as error:  # the sending side of the transfer failed: nobody can be trusted to be complete
             for member in members:
