@@ -95,6 +95,7 @@ def test_each_service_gets_its_own_section_and_the_addresses_of_the_others(recip
     assert buffer["buffer"]["segment_bytes"] == 5000  # type: ignore[index]
     assert written("trainer")["trainer"]["engine"] == {"optimizer": {"lr": 1e-5}}  # type: ignore[index]
     assert written("trainer")["trainer"]["eval_tables"] == ["eval/heldout"]  # type: ignore[index]
+    assert written("router")["router"] == {"queue_timeout_s": 10.0}
     rollout = written("rollout-1")["rollout"]
     assert rollout["engine_id"] == "rollout-1"  # type: ignore[index]
     assert rollout["router"] == {"address": "127.0.0.1:20001"}  # type: ignore[index]

@@ -62,6 +62,8 @@ class RunPlan(ConfigModel):
     """How patient the supervisor is."""
 
 
+_QUEUE_S = 10.0
+"""How long a call waits in the router for an engine, at most."""
 _STAGE = {"worker": 0, "trainer": 1, "rollout": 2, "router": 3, "buffer": 4}
 # Threads of several processes on few cores slow each other down 10 to 30 times; compilation costs seconds on CPU.
 _ENV = {
@@ -143,6 +145,7 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
     for name in ("train", SFT_TABLE):
         if name in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
             tables[name].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
+    deadlines = [table.generation_deadline_s / 2 for table in recipe.tables.values()]
     model = str(recipe.model.path)
     sections: dict[str, dict[str, Any]] = {
         "buffer": {
@@ -152,7 +155,8 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
             "tables": tables,
             **recipe.buffer,
         },
-        "router": dict(recipe.router),
+        # Below the generation deadline: workers must be told "no engine" before their own deadline hides it.
+        "router": {"queue_timeout_s": min(_QUEUE_S, *deadlines), **recipe.router},
         "trainer": {
             "run_id": run_id,
             "run_dir": str(run_dir),

@@ -13,6 +13,7 @@ import grpc
 from vime.common.v1 import trajectory_pb2, weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1 import generation_service_pb2_grpc
+from vime_client.testing.server import refuse
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,6 +50,11 @@ class FakeEngine(generation_service_pb2_grpc.GenerationServiceServicer):
         self.cancelled: list[str] = []
         self.version = weight_version_pb2.WeightVersion(run_id=run_id, incarnation=1, step=step)
         self._generate = generate
+        self._refusals: list[tuple[grpc.StatusCode, str]] = []
+
+    def refuse(self, code: grpc.StatusCode, reason: str, times: int) -> None:
+        """Answer the next `times` Generate calls with an error."""
+        self._refusals += [(code, reason)] * times
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register at a server."""
@@ -66,6 +72,9 @@ class FakeEngine(generation_service_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> pb.GenerateResponse:
         """What the function says."""
         self.requests.append(request)
+        if self._refusals:
+            code, reason = self._refusals.pop(0)
+            await refuse(context, code, "refused as asked", reason)
         try:
             answer = self._generate(request)
             # bounded by: the caller's deadline, which cancels this handler
@@ -73,9 +82,6 @@ class FakeEngine(generation_service_pb2_grpc.GenerationServiceServicer):
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
-        except grpc.RpcError as error:
-            code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
-            await context.abort(code, str(error))
         return pb.GenerateResponse(
             engine_id="fake-0", samples=[self._sample(i, reply) for i, reply in enumerate(replies)]
         )

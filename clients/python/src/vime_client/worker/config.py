@@ -28,7 +28,7 @@ class WorkerTable(ConfigModel):
     require_routes: bool = False
     """Ask the engine for routing traces."""
     generation_timeout_s: float = Field(default=50.0, gt=0)
-    """Longest that generating one group may take, retries included."""
+    """Longest that generating one group may take, from the call to its answer."""
 
 
 class WorkerSettings(ConfigModel):
@@ -62,6 +62,8 @@ class WorkerSettings(ConfigModel):
     """How long a finished group is offered to a buffer that is away or full."""
     buffer_away_s: float = Field(default=300.0, gt=0)
     """How long the buffer may be away before the worker gives up."""
+    engines_away_s: float = Field(default=600.0, gt=0)
+    """How long a lease is held while no engine can take it; then it is given back."""
     sign_of_life: Path | None = None
     """File that is touched every second while the worker's loop turns; unset: none."""
     stop_timeout_s: float = Field(default=5.0, gt=0)

@@ -22,7 +22,7 @@ from vime_client.retry import is_transient, whole_step
 from vime_client.rewards.functions import FunctionError
 from vime_client.rewards.reward import Reward, apply_score
 from vime_client.rewards.values import Score, unscored
-from vime_client.worker.config import WorkerSettings
+from vime_client.worker.config import WorkerSettings, WorkerTable
 from vime_client.worker.demonstrations import (
     SFT_TABLE,
     BadDemonstration,
@@ -33,8 +33,8 @@ from vime_client.worker.demonstrations import (
 from vime_client.worker.filters import GroupFilter, KeepAll
 from vime_client.worker.group import Aborted, BadGeneration, build_group
 
-_ATTEMPTS = 8
-"""Attempts of one lease on engines; the generation deadline ends them earlier."""
+_ABORTED_ATTEMPTS = 3
+"""How often one lease is generated again because samples were aborted, such as by weight updates."""
 _RENDERED_KEPT = 4096
 """Prompts whose ids are kept."""
 _log = get_logger(__name__)
@@ -81,8 +81,7 @@ class GroupMaker:
         """The lease's group, or why there is none. Raises only what is a fault of this program."""
         table = self._settings.table(lease.table)
         try:
-            async with asyncio.timeout(table.generation_timeout_s):
-                group = await self._generate_again(lease, table.generation_timeout_s, routes=table.require_routes)
+            group = await self._generate_again(lease, table)
         except TimeoutError:
             return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT, f"no group within {table.generation_timeout_s:g} s")
         except RpcError as error:
@@ -97,20 +96,27 @@ class GroupMaker:
             return Failed(buffer_pb.FAILURE_CLASS_REWARD, f"no sample has a reward: {scores[0].detail}")
         return await self._filtered(group)
 
-    async def _generate_again(
-        self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool
-    ) -> pb.TrajectoryGroup:
-        """The whole step again, from the prompt, where waiting can help: engine away, fence not met yet, aborted."""
+    async def _generate_again(self, lease: buffer_pb.PromptLease, table: WorkerTable) -> pb.TrajectoryGroup:
+        """The whole step again, from the prompt, where that can help.
+
+        While no engine can take it (none there, none with the right weights, the router away) the lease is held, for up
+        to `engines_away_s`: an outage of the fleet is no fault of the prompt and must not use up its attempts.
+        """
+        aborted = 0
 
         def again(error: BaseException) -> bool:
-            return is_transient(error) or isinstance(error, (FenceNotMet, Aborted))
+            nonlocal aborted
+            if isinstance(error, Aborted):
+                aborted += 1
+                return aborted < _ABORTED_ATTEMPTS
+            return is_transient(error) or isinstance(error, FenceNotMet)
 
-        steps = whole_step(
-            f"group {lease.group_id}", attempts=_ATTEMPTS, seconds=seconds, max_wait_s=5.0, retry_if=again
-        )
+        seconds = self._settings.engines_away_s
+        steps = whole_step(f"group {lease.group_id}", attempts=10_000, seconds=seconds, max_wait_s=5.0, retry_if=again)
         async for attempt in steps:
             with attempt:
-                return await self._generate(lease, seconds, routes=routes)
+                async with asyncio.timeout(table.generation_timeout_s):
+                    return await self._generate(lease, table.generation_timeout_s, routes=table.require_routes)
         raise AssertionError("tenacity returned without a result or an error")
 
     async def _generate(self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool) -> pb.TrajectoryGroup:
