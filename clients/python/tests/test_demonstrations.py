@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ from vime_client.worker.demonstrations import (
     demonstration_of,
 )
 from vime_client.worker.worker import run_worker
-
-from .conftest import wait_until
 
 SECTION = DemonstrationSection(end="$")
 
@@ -84,7 +81,7 @@ def test_a_sample_says_that_nothing_was_sampled() -> None:
 
 async def test_a_worker_makes_sft_groups_without_generating_and_names_bad_records(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def score(text, record):\n    return float(text == record['answer'])\n")
-    buffer, engine = FakeBuffer(), FakeEngine()
+    buffer, engine = FakeBuffer(samples_per_prompt=1), FakeEngine()
     async with serving(buffer, engine) as address:
         settings = WorkerSettings.model_validate(
             {
@@ -98,16 +95,17 @@ async def test_a_worker_makes_sft_groups_without_generating_and_names_bad_record
                 "demonstration": {"end": "$"},
             }
         )
-        buffer.add({"prompt": "1+1=", "answer": "2", "response": "2"}, "sft")
+        good = buffer.add({"prompt": "1+1=", "answer": "2", "response": "2"}, "sft")
         bad = buffer.add({"prompt": "1+2=", "answer": "3"}, "sft")
         stop = asyncio.Event()
         task = asyncio.create_task(run_worker(settings, stop))
-        done: Callable[[], object] = lambda: buffer.inserted and buffer.failures  # noqa: E731
-        await wait_until(done)
+        await buffer.settled(2)
         stop.set()
         await asyncio.wait_for(task, 10)
-    (group,) = [request.group for request in buffer.inserted]
-    assert "".join(map(chr, group.samples[0].response_token_ids)) == "2$"
-    assert (group.samples[0].response_text, group.samples[0].reward) == ("2", 1.0)
+    ((sample,),) = [group.samples for group in buffer.groups]
+    assert sample.group_id == good
+    assert "".join(map(chr, sample.response_token_ids)) == "2$"
+    assert (sample.response_text, sample.reward) == ("2", 1.0)
+    assert buffer.given_up == [bad]
+    assert 'has null under "response"' in buffer.failures[0][2]
     assert not engine.requests
-    assert bad is not None

@@ -66,7 +66,8 @@ class AlgorithmConfig(ConfigModel):
     """GRPO with a clip is the default; every other member of the family is a change of these settings."""
 
     estimator: str = "grpo"
-    """grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo (with a critic)."""
+    """grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo (with a critic), opd
+    (the teacher alone)."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per unmasked token (ppo, reinforce_plus_plus)."""
@@ -145,6 +146,8 @@ class AlgorithmConfig(ConfigModel):
                 f"reference_refresh_interval = {self.reference_refresh_interval} has no effect: kl_coef and "
                 "kl_loss_coef are 0, so that there is no reference"
             )
+        if self.estimator == "opd" and not needs_teacher(self):
+            raise ValueError("estimator = 'opd' with opd_kl_coef = 0 has nothing to learn from; set opd_kl_coef")
         if self.objective == "sft":
             read = {"objective", "reducer", "fixed_length", "mini_batches"}
             changed = sorted(

@@ -59,7 +59,7 @@ class Wiring:
         router = open_channel(settings.router_address, SETTINGS)
         fleet = GrpcFleet(router, settings.publish)
         publisher = Publisher(settings.publish, fleet, self._ranks)
-        ledger, events, files = GrpcLedger(buffer), EventLog(), RunFiles(settings.run_dir)
+        ledger, events, files = GrpcLedger(buffer, settings.table), EventLog(), RunFiles(settings.run_dir)
         digest = recipe_digest(settings)
 
         def make_loop() -> TrainingLoop:

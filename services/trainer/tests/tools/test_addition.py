@@ -7,7 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from vime_trainer.tools.addition import HELDOUT_SEED, TRAIN_SEED, Problem, distinct, write_jsonl
+from vime_trainer.tools.addition import (
+    HELDOUT_SEED,
+    TRAIN_SEED,
+    Problem,
+    distinct,
+    write_demonstrations,
+    write_jsonl,
+)
 from vime_trainer.tools.fresh_model import EOS, VOCABULARY, build_tokenizer
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "addition"
@@ -53,6 +60,8 @@ def test_the_recipes_files_are_what_the_generator_writes(tmp_path: Path) -> None
     for name, count, seed, held_out in (("train", 4096, TRAIN_SEED, False), ("heldout", 512, HELDOUT_SEED, True)):
         write_jsonl(tmp_path / name, distinct(count, seed, held_out))
         assert (tmp_path / name).read_text() == (RECIPE / f"{name}.jsonl").read_text()
+    write_demonstrations(tmp_path / "shown", distinct(2048, TRAIN_SEED, held_out=False))
+    assert (tmp_path / "shown").read_text() == (RECIPE / "demonstrations.jsonl").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
     python -m vime_trainer.tools.addition --out recipes/addition
 
-writes `train.jsonl` and `heldout.jsonl`, one {"prompt": "347+586=", "answer": "933"} a line. One prompt in eight is
-held out, by a hash of its text, so that no seed can mix the two.
+writes `train.jsonl` and `heldout.jsonl`, one {"prompt": "347+586=", "answer": "933"} a line, and for the first of the
+training problems `demonstrations.jsonl`, with a worked "response" in each. One prompt in eight is held out, by a hash
+of its text, so that no seed can mix the two.
 """
 
 import argparse
@@ -56,7 +57,12 @@ class Problem:
         """A worked or a direct answer, drawn with the shares above."""
         carries = self.a % 10 + self.b % 10 > 9
         worked = generator.random() < (WORKED_IF_CARRY if carries else WORKED_OTHERWISE)
-        return (f"<think>{self.working}</think>" if worked else "") + self.answer
+        return self.worked if worked else self.answer
+
+    @property
+    def worked(self) -> str:
+        """The answer with its working before it."""
+        return f"<think>{self.working}</think>{self.answer}"
 
 
 def draw(generator: random.Random, held_out: bool) -> Iterator[Problem]:
@@ -83,12 +89,19 @@ def write_jsonl(path: Path, problems: list[Problem]) -> None:
     path.write_text("".join(lines))
 
 
+def write_demonstrations(path: Path, problems: list[Problem]) -> None:
+    """One {"prompt", "answer", "response"} object a line; every response is worked."""
+    lines = [json.dumps({"prompt": p.prompt, "answer": p.answer, "response": p.worked}) + "\n" for p in problems]
+    path.write_text("".join(lines))
+
+
 def main() -> None:
-    """Write the two files."""
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl of three-digit additions.")
+    """Write the three files."""
+    parser = argparse.ArgumentParser(description="Write the problems and demonstrations of three-digit additions.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--train", type=int, default=4096, help="training problems")
     parser.add_argument("--heldout", type=int, default=512, help="held-out problems")
+    parser.add_argument("--demonstrations", type=int, default=2048, help="demonstrations")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, count, seed, held_out in (
@@ -97,6 +110,9 @@ def main() -> None:
     ):
         write_jsonl(options.out / f"{name}.jsonl", distinct(count, seed, held_out))
         print(f"{options.out / name}.jsonl: {count} problems")
+    shown = options.out / "demonstrations.jsonl"
+    write_demonstrations(shown, distinct(options.demonstrations, TRAIN_SEED, held_out=False))
+    print(f"{shown}: {options.demonstrations} demonstrations")
 
 
 if __name__ == "__main__":

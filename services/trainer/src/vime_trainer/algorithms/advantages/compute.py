@@ -13,7 +13,7 @@ from vime_trainer.algorithms.advantages.base import (
     Estimator,
     EstimatorFunction,
 )
-from vime_trainer.algorithms.advantages.distillation import reverse_kl
+from vime_trainer.algorithms.advantages.distillation import reverse_kl, teacher_alone
 from vime_trainer.algorithms.advantages.gae import gae
 from vime_trainer.algorithms.advantages.grpo import dr_grpo, grpo
 from vime_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
@@ -32,6 +32,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gspo": Estimator(grpo),
     "cispo": Estimator(grpo),
     "rloo": Estimator(rloo),
+    "opd": Estimator(teacher_alone),
     "reinforce_plus_plus": Estimator(reinforce_plus_plus, whitens=True, reads_kl=True, reads_gamma=True),
     "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, whitens=True, reads_kl=True),
     "gae": Estimator(gae, reads_kl=True, reads_gamma=True, reads_values=True),
