@@ -36,7 +36,7 @@ def lease(max_tokens: int = 8) -> buffer_pb.PromptLease:
 
 @pytest.mark.parametrize("record", [{}, {"response": ""}, {"response": 2}, {"response": None}])
 def test_a_record_without_a_text_to_learn_is_refused_by_its_name(record: dict[str, object]) -> None:
-    with pytest.raises(BadDemonstration, match='record p:0:0 has .* under "response"'):
+    with pytest.raises(BadDemonstration, match=r'record p:0:0 has .* under "response"'):
         demonstration_of(prompt(**record), SECTION)
 
 
@@ -53,7 +53,7 @@ def test_a_chat_is_rendered_with_the_answer_and_without_another_generation_promp
 
 
 def test_a_prompt_of_token_ids_has_no_demonstration() -> None:
-    with pytest.raises(BadDemonstration, match="token_ids: only text and chats"):
+    with pytest.raises(BadDemonstration, match=r"is token_ids: only text and chats"):
         answered(pb.Prompt(prompt_id="p", token_ids=pb.TokenIds(ids=[1])), "2", "")
 
 

@@ -1,0 +1,196 @@
+"""The step of an algorithm on a rank: critic and policy, reference, teacher and demonstrations, on a real engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from vime.common.v1 import trajectory_pb2
+from vime.common.v1.trajectory_pb2 import Prompt, Sample, SamplingParams, TrajectoryGroup
+from vime.trainer.v1 import rank_service_pb2 as pb
+from vime_trainer.algorithm_config import AlgorithmConfig, critic_config, needs_reference
+from vime_trainer.engine.config import CriticConfig, EngineConfig, OptimizerConfig
+from vime_trainer.engine.engine import Engine
+from vime_trainer.rank.training import BatchTraining
+from vime_trainer.tools import fresh_model
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    fresh_model.write(folder, fresh_model.config(layers=1, hidden=64), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    fresh_model.write(folder, fresh_model.config(layers=1, hidden=64), seed=1)
+    return folder
+
+
+def engine(model: Path, algorithm: AlgorithmConfig, teacher: Path | None = None) -> Engine:
+    """As `Commands` builds it; without replay, since these samples have no routes."""
+    config = EngineConfig(
+        routing_replay=False,
+        keep_reference=needs_reference(algorithm),
+        reference_refresh_interval=algorithm.reference_refresh_interval,
+        optimizer=OptimizerConfig(lr=3e-3),
+    )
+    return Engine.from_hf(model, config, critic_config(algorithm), teacher)
+
+
+def batch(seed: int = 0, logprobs: bool = True, length: int = 5) -> list[TrajectoryGroup]:
+    source = random.Random(seed)
+    groups = []
+    for g in range(3):
+        group = TrajectoryGroup(group_id=f"g{g}", prompt=Prompt(text="1+1="), sampling=SamplingParams(temperature=1.0))
+        for i in range(4):
+            tokens = [source.randrange(6, 30) for _ in range(length)]
+            sample = Sample(
+                group_id=f"g{g}",
+                sample_index=i,
+                prompt_token_ids=[6, 7],
+                response_token_ids=tokens,
+                rollout_logprobs=[-3.3] * length if logprobs else [],
+                status=trajectory_pb2.SAMPLE_STATUS_COMPLETED,
+                reward=float(tokens[0] % 2),
+            )
+            group.samples.append(sample)
+        groups.append(group)
+    return groups
+
+
+def run(training: BatchTraining, groups: list[TrajectoryGroup], texts: int = 0) -> pb.TrainResult:
+    command = pb.TrainCommand(group_ids=[g.group_id for g in groups], sample_texts=texts)
+    return training.run(command, groups, range(len(groups)), 0.0)
+
+
+def weights(held: Engine) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in held.export()]
+
+
+def changed(before: list[torch.Tensor], held: Engine) -> bool:
+    return any(not torch.equal(a, b) for a, (_, b) in zip(before, held.export(), strict=True))
+
+
+def test_the_critic_is_trained_alone_until_its_warm_up_is_over(model: Path) -> None:
+    algorithm = AlgorithmConfig(estimator="ppo", critic=CriticConfig(lr=3e-3, warmup_steps=2, epochs=2, mini_batches=2))
+    held = engine(model, algorithm)
+    training = BatchTraining(held, algorithm)
+    results = []
+    for step in range(3):
+        before = weights(held)
+        results.append(run(training, batch(step)))
+        assert changed(before, held) == (step == 2)
+        assert not results[-1].skipped
+        assert len(results[-1].trained_samples) == 12
+        assert results[-1].metrics["train/critic-optimizer_steps"] == 4
+        assert "train/train_rollout_logprob_abs_diff" in results[-1].metrics
+    first, _, last = (dict(result.metrics) for result in results)
+    assert "train/loss" not in first
+    assert last["train/optimizer_steps"] == 1
+    for name in (
+        "train/critic-value_loss",
+        "train/critic-value_clipfrac",
+        "train/critic-grad_norm",
+        "perf/values_time",
+    ):
+        assert name in last
+    assert first["rollout/values"] == 0.0
+    assert first["rollout/returns"] == pytest.approx(first["rollout/raw_reward"])  # γ = λ = 1: G = R for every token
+    assert first["train/critic-explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(last["rollout/values"]) > 1e-3
+
+
+def test_values_learn_what_the_reward_depends_on(model: Path) -> None:
+    algorithm = AlgorithmConfig(
+        estimator="ppo", critic=CriticConfig(lr=3e-3, value_clip=0, warmup_steps=1000, epochs=4)
+    )
+    training = BatchTraining(engine(model, algorithm), algorithm)
+    metrics = [dict(run(training, batch(step % 3)).metrics) for step in range(24)]
+    assert metrics[-1]["train/critic-value_loss"] < 0.4 * metrics[0]["train/critic-value_loss"]
+    assert metrics[-1]["train/critic-explained_variance"] > 0.4
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(kl_loss_coef=0.1, kl_loss_type="k3"),
+        AlgorithmConfig(kl_loss_coef=0.1, kl_loss_type="k3", reference_refresh_interval=2),
+    ],
+)
+def test_the_kl_to_the_reference_is_0_at_first_and_after_every_refresh_and_positive_between(
+    model: Path, algorithm: AlgorithmConfig
+) -> None:
+    training = BatchTraining(engine(model, algorithm), algorithm)
+    kl = [run(training, batch(step)).metrics["train/kl_loss"] for step in range(3)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[1] > 1e-5
+    if algorithm.reference_refresh_interval:
+        assert kl[2] == pytest.approx(0.0, abs=1e-9)
+    else:
+        assert kl[2] > kl[1]
+
+
+def test_the_kl_in_the_reward_lowers_the_advantage_of_tokens_that_left_the_reference(model: Path) -> None:
+    algorithm = AlgorithmConfig(estimator="reinforce_plus_plus", kl_coef=0.5, whiten=False)
+    training = BatchTraining(engine(model, algorithm), algorithm)
+    first = run(training, batch(), texts=12)
+    second = run(training, batch(), texts=12)
+    def advantages(result: pb.TrainResult) -> list[float]:
+        return [json.loads(text)["advantage"] for text in result.sample_json]
+
+    rewards = [json.loads(text)["reward"] for text in first.sample_json]
+    assert advantages(first) == pytest.approx(rewards, abs=1e-5)  # no KL yet: A of the first token is R
+    assert advantages(second) != pytest.approx(rewards, abs=1e-3)
+
+
+def test_a_student_comes_nearer_to_its_teacher(model: Path, teacher: Path) -> None:
+    algorithm = AlgorithmConfig(estimator="opd", opd_kl_coef=1.0)
+    held = engine(model, algorithm, teacher)
+    training = BatchTraining(held, algorithm)
+    results = [dict(run(training, batch(0)).metrics) for _ in range(6)]
+    assert results[0]["rollout/opd_reverse_kl"] != 0
+    assert "perf/teacher_log_probs_time" in results[0]
+    assert results[-1]["rollout/opd_reverse_kl"] < results[0]["rollout/opd_reverse_kl"]
+
+
+def test_demonstrations_are_learnt_without_logprobs_or_routes(model: Path) -> None:
+    algorithm = AlgorithmConfig(objective="sft")
+    training = BatchTraining(engine(model, algorithm), algorithm)
+    groups = batch(0, logprobs=False)
+    losses = [run(training, groups, texts=1).metrics["train/loss"] for _ in range(6)]
+    assert losses[0] == pytest.approx(torch.log(torch.tensor(32.0)).item(), abs=0.6)  # a guess over 32 tokens
+    assert losses[-1] < 0.8 * losses[0]
+    metrics = run(training, groups).metrics
+    assert not any("rollout_logprob_abs_diff" in name or "mismatch" in name for name in metrics)
+
+
+def test_the_mismatch_is_measured_before_the_first_of_several_mini_batches(model: Path) -> None:
+    one, three = AlgorithmConfig(), AlgorithmConfig(mini_batches=3)
+    gaps = []
+    for algorithm in (one, three):
+        result = run(BatchTraining(engine(model, algorithm), algorithm), batch())
+        gaps.append(result.metrics["train/train_rollout_logprob_abs_diff"])
+        assert result.metrics["train/optimizer_steps"] == algorithm.mini_batches
+    assert gaps[1] == pytest.approx(gaps[0], rel=1e-5)
+
+
+def test_long_responses_are_punished_before_the_statistics_and_the_raw_reward_stays(model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate({"overlong": {"max_length": 6, "cache": 4, "factor": 2.0}})
+    groups = batch(length=4)
+    groups[0].samples[0].response_token_ids.append(9)
+    groups[0].samples[0].rollout_logprobs.append(-3.0)
+    metrics = run(BatchTraining(engine(model, algorithm), algorithm), groups).metrics
+    # -2 · (4 - 2) / 4 for eleven samples of 4 tokens, -2 · (5 - 2) / 4 for the one of 5.
+    assert metrics["rollout/overlong_penalty"] == pytest.approx(-(11 * 1.0 + 1.5) / 12)
+    assert metrics["rollout/rewards"] == pytest.approx(
+        metrics["rollout/raw_reward"] + metrics["rollout/overlong_penalty"]
+    )
