@@ -1,0 +1,99 @@
+"""Every recipe that we ship is accepted by the launcher and by every service that it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime_buffer.config import BufferConfig
+from vime_client.config_loading import load_config
+from vime_client.launcher.plan import RunPlan, service_names, write_plan
+from vime_client.recipe import load_recipe
+from vime_client.worker.config import WorkerConfig
+from vime_rollout.config import RolloutConfig
+from vime_router.config import RouterConfig
+from vime_trainer.algorithm_config import AlgorithmConfig
+from vime_trainer.config import TrainerConfig
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ALL = sorted(RECIPES.rglob("*.toml"))
+FAMILY = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "rloo", "ppo", "sft", "opd"]
+KINDS: dict[str, Any] = {
+    "buffer": BufferConfig,
+    "router": RouterConfig,
+    "rollout": RolloutConfig,
+    "trainer": TrainerConfig,
+    "worker": WorkerConfig,
+}
+
+
+def planned(path: Path, folder: Path) -> RunPlan:
+    """What `vime run` would start, written into `folder`."""
+    recipe = load_recipe(path)
+    ports = {name: 40000 + i for i, name in enumerate(service_names(recipe))}
+    return write_plan(recipe, path.parent, folder, recipe.run.name, ports)
+
+
+def algorithm_of(path: Path, folder: Path) -> AlgorithmConfig:
+    planned(path, folder)
+    loaded: TrainerConfig = load_config(TrainerConfig, folder / "services" / "trainer.toml")
+    return loaded.trainer.algorithm
+
+
+def test_there_is_a_recipe_for_every_member_of_the_family() -> None:
+    assert {path.stem for path in (RECIPES / "addition").glob("*.toml")} >= set(FAMILY)
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_every_service_accepts_its_part_of_the_recipe(path: Path, tmp_path: Path) -> None:
+    plan = planned(path, tmp_path)
+    assert len(plan.services) >= 5
+    for service in plan.services:
+        kind = service.name.partition("-")[0]
+        load_config(KINDS[kind], tmp_path / "services" / f"{service.name}.toml")
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_recipe_says_how_it_is_started(path: Path) -> None:
+    assert f"vime run {path.relative_to(RECIPES.parent)}" in path.read_text(), "the head comment names the command"
+
+
+def test_runs_of_different_recipes_do_not_share_a_folder() -> None:
+    names = [load_recipe(path).run.name for path in ALL]
+    assert len(set(names)) == len(names)
+
+
+def test_the_recipes_differ_in_what_their_papers_say(tmp_path: Path) -> None:
+    chosen = {name: algorithm_of(RECIPES / "addition" / f"{name}.toml", tmp_path / name) for name in FAMILY}
+    assert (chosen["dr_grpo"].estimator, chosen["dr_grpo"].reducer) == ("dr_grpo", "fixed_length")
+    assert (chosen["dapo"].eps_clip_high, chosen["dapo"].reducer) == (0.28, "token_mean")
+    assert chosen["dapo"].overlong is not None
+    assert load_recipe(RECIPES / "addition" / "dapo.toml").worker.filter == "nonzero_std"
+    assert (chosen["gspo"].objective, chosen["gspo"].eps_clip) == ("gspo", 3e-4)
+    assert (chosen["cispo"].objective, chosen["cispo"].eps_clip) == ("cispo", 1.0)
+    assert chosen["reinforce_pp"].kl_coef > 0
+    assert chosen["ppo"].critic is not None
+    assert chosen["sft"].objective == "sft"
+    assert chosen["opd"].opd_kl_coef > 0
+
+
+@pytest.mark.engine
+def test_vime_run_dry_run_checks_a_recipe_whole(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vime_client.cli", "run", str(RECIPES / "addition" / "opd.toml"), "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'estimator = "opd"' in done.stdout
+    refused = subprocess.run(
+        [*command, "--set", "trainer.algorithm.opd_kl_coef=0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "has nothing to learn from; set opd_kl_coef" in refused.stderr.replace("\n", " ")
