@@ -72,6 +72,8 @@ def channel_options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", round(settings.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
+        # gRPC (1.85) waits for the answer to a keepalive ping as long as for that to any ping, by default 60 s.
+        ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
         # gRPC's own 1 s to 120 s would leave a restarted service unused for minutes.
         ("grpc.initial_reconnect_backoff_ms", round(settings.initial_backoff_s * 1000)),

@@ -91,6 +91,7 @@ class ServerConfig(ConfigModel):
             # A connection whose other end vanished is found by pings; clients may ping during long calls.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.ping_timeout_ms", 10_000),  # what counts for keepalive pings, too; 60 s by default
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ]
