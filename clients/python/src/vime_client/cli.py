@@ -27,12 +27,17 @@ def run(
     name: Annotated[str | None, typer.Option(help="Name of the run and its folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved recipe.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
+    from_step: Annotated[
+        int | None, typer.Option(metavar="STEP", help="With --resume: go back to the kept checkpoint of this step.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old folder is moved aside.")] = False,
     join: Annotated[bool, typer.Option("--join", help="Watch a run that goes on, after its driver died.")] = False,
 ) -> None:
     """Run a recipe: start the services, watch, end with a report."""
     if sum((resume, fresh, join)) > 1:
         _end("--resume, --fresh and --join exclude each other")
+    if from_step is not None and not resume:
+        _end("--from-step goes with --resume")
     _quiet_grpc()
     from rich.console import Console
 
@@ -45,6 +50,7 @@ def run(
         mode="resume" if resume else "fresh" if fresh else "new",
         join=join,
         dry_run=dry_run,
+        from_step=from_step,
     )
     raise typer.Exit(drive(recipe, options, Console(), Console(stderr=True)))
 

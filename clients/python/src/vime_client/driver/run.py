@@ -16,6 +16,7 @@ from vime_client.driver.display import make_display
 from vime_client.driver.folder import FolderRefused, Mode, holds_run, open_folder, ports_of, read_run
 from vime_client.driver.follow import LauncherDied, follow
 from vime_client.driver.progress import Progress
+from vime_client.driver.rewind import rewind_to
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.plan import RunPlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import PortBusy, choose_ports
@@ -47,6 +48,8 @@ class RunOptions:
     """Only look at a run that goes on."""
     dry_run: bool = False
     """Only check everything and print the resolved recipe."""
+    from_step: int | None = None
+    """When continuing: go back to the checkpoint of this step."""
 
 
 def run(recipe_path: Path, options: RunOptions, console: Console, errors: Console) -> int:
@@ -58,6 +61,8 @@ def run(recipe_path: Path, options: RunOptions, console: Console, errors: Consol
             return 0
         if not options.join:
             _prepare(recipe, recipe_path, base_dir, run_dir, options.mode)
+            if options.from_step is not None:
+                rewind_to(run_dir, options.from_step)
         elif not holds_run(run_dir):
             raise FolderRefused(f"there is no run in {run_dir} to join")
         return asyncio.run(_drive(run_dir, recipe, console, errors, start=not options.join))
