@@ -109,6 +109,21 @@ def test_the_critic_is_trained_alone_until_its_warm_up_is_over(model: Path) -> N
     assert abs(last["rollout/values"]) > 1e-3
 
 
+def test_a_step_that_the_policy_skips_does_not_change_the_critic_either(model: Path) -> None:
+    algorithm = AlgorithmConfig(estimator="ppo", use_rollout_logprobs=True, critic=CriticConfig(lr=3e-3))
+    held = engine(model, algorithm)
+    groups = batch()
+    groups[0].samples[0].rollout_logprobs[0] = -1e4  # a ratio that overflows
+    before = weights(held)
+    result = run(BatchTraining(held, algorithm), groups)
+    assert result.skipped
+    assert not changed(before, held)
+    assert held.critic is not None
+    assert held.critic.batches == 0
+    assert not run(BatchTraining(held, algorithm), batch()).skipped
+    assert held.critic.batches == 1
+
+
 def test_values_learn_what_the_reward_depends_on(model: Path) -> None:
     algorithm = AlgorithmConfig(
         estimator="ppo", critic=CriticConfig(lr=3e-3, value_clip=0, warmup_steps=1000, epochs=4)

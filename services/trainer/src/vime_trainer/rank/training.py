@@ -1,4 +1,4 @@
-"""One batch on one rank: score it, value it, give it advantages, train the critic, train the policy, measure."""
+"""One batch on one rank: score it, value it, give it advantages, train the policy, train the critic, measure."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class _Trained:
     @property
     def skipped(self) -> bool:
         """Nothing was changed, neither policy nor critic."""
-        parts = [part for part in (self.result, self.critic) if part is not None]
-        return all(part.skipped for part in parts)
+        decisive = self.critic if self.result is None else self.result
+        return decisive is None or decisive.skipped
 
 
 class BatchTraining:
@@ -134,20 +134,22 @@ class BatchTraining:
     # ------------------------------------------------------------------ the step
 
     def _train(self, samples: Sequence[Sample], before: list[torch.Tensor] | None, clock: Laps) -> _Trained:
-        critic = self._engine.critic
-        fitted, alone = None, False
-        if critic is not None:
-            alone = critic.warming_up
+        """The policy first: where its step is skipped, the critic's is too, so that a skipped step changes nothing.
+        The order decides no number, since the values that both learn from are those of before the step.
+        """
+        critic, result = self._engine.critic, None
+        if critic is None or not critic.warming_up:
+            result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches)
+            clock.lap("perf/actor_train_time")
+            before = result.logprobs if before is None else before
+        elif before is None:
+            before = self._engine.score(samples, replay=self._engine.replays)
+            clock.lap("perf/log_probs_time")
+        fitted = None
+        if critic is not None and (result is None or not result.skipped):
             fitted = critic.train(samples, build_value_loss(self._algorithm))
             clock.lap("perf/critic_train_time")
-        if alone:
-            if before is None:
-                before = self._engine.score(samples, replay=self._engine.replays)
-            clock.lap("perf/log_probs_time")
-            return _Trained(None, fitted, before)
-        result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches)
-        clock.lap("perf/actor_train_time")
-        return _Trained(result, fitted, result.logprobs if before is None else before)
+        return _Trained(result, fitted, before)
 
     def _role_measures(self, share: Share) -> dict[str, float]:
         found: dict[str, float] = {}
