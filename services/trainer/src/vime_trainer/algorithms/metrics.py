@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +58,17 @@ class Averages:
 
     def __init__(self, mask: Mask, over_tokens: bool) -> None:
         self.mask = mask
+        self.tokens_B = mask.tokens_B
         self._over_tokens = over_tokens
         self._sums: dict[str, Tensor] = {}
         self._affine: dict[str, tuple[float, float]] = {}
         self._per_sample: set[str] = set()
+
+    def join(self, others: Sequence[Averages]) -> None:
+        """Take in the samples of `others`, which hold the same names."""
+        parts = [self, *others]
+        self.tokens_B = torch.cat([part.tokens_B for part in parts])
+        self._sums = {name: torch.cat([part._sums[name] for part in parts]) for name in self._sums}
 
     def add(
         self,
@@ -93,7 +100,7 @@ class Averages:
         """All of them; every micro-batch and rank has the same names."""
         if not self._sums:
             return {}
-        tokens_B = self.mask.tokens_B
+        tokens_B = self.tokens_B
         has_tokens_B = (tokens_B > 0).double()
         weights_B2 = torch.stack([has_tokens_B / tokens_B.clamp(min=1), has_tokens_B], dim=1)
         samples, tokens = has_tokens_B.sum(), tokens_B.sum()

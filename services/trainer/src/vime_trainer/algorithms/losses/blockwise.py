@@ -1,45 +1,58 @@
 """The same loss, computed a block of rows at a time, so that intermediates stay in the processor's cache.
 
-A loss of a dozen element-wise steps over [512, 8192] reads and writes main memory for every step, and keeps every
-intermediate for the backward pass. Samples are independent given the global denominators, and the loss is a sum: so
-each block's loss **and gradient** are computed at once, and only the gradient [B, T] is kept for the backward pass.
-On the CPU that is the difference between 50 and 10 times the cost of touching the logprobs once
-(`make bench NAME=algorithms`); accelerators get one block, their kernels are not cache-bound.
+A loss of two dozen element-wise steps over [512, 8192] reads and writes main memory for every step, and keeps every
+intermediate for the backward pass. Samples are independent given the global denominators, and the loss is a weighted
+sum over samples: so each block's gradient is computed at once, and only the gradient [B, T] is kept for the backward
+pass. On the CPU that is worth a factor of four (`make bench NAME=algorithms`); accelerators get one block, since their
+kernels are not cache-bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vime_trainer.algorithms.losses.batch import LossOutput, PolicyBatch
+from vime_trainer.algorithms.losses.batch import PolicyBatch
 from vime_trainer.algorithms.masking import row_blocks
-from vime_trainer.algorithms.metrics import Metrics, merge
-
-Share = Callable[[PolicyBatch, slice], LossOutput]
-"""(rows of the batch, which rows) → their share of loss and metrics."""
+from vime_trainer.algorithms.metrics import Averages
 
 
-def in_blocks(batch: PolicyBatch, share: Share) -> LossOutput:
-    """Σ over blocks of `share`, differentiable once in `logprobs_BT`, `entropy_BT` and the head's logprobs.
+@dataclass(frozen=True)
+class RowSums:
+    """Of some samples: each term of the loss summed over the sample's tokens, [B], with gradient; and averages."""
 
-    `share` must depend on nothing else that needs a gradient.
+    terms: dict[str, Tensor]
+    averages: Averages
+
+
+Summing = Callable[[PolicyBatch], RowSums]
+
+
+def weighted(terms: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    """Σ_terms Σ_b weight_b · term_b, a float64 scalar. A term without weights is only measured."""
+    return torch.stack([torch.dot(terms[name].double(), weight_B) for name, weight_B in weights.items()]).sum()
+
+
+def in_blocks(batch: PolicyBatch, summing: Summing, weights: Mapping[str, Tensor]) -> tuple[Tensor, RowSums]:
+    """`weighted` over the whole batch and its row sums, worked out block by block.
+
+    The loss is differentiable once, in `logprobs_BT`, `entropy_BT` and the head's logprobs; `summing` must depend on
+    nothing else that needs a gradient.
     """
     blocks = row_blocks(batch.loss_mask_BT)
-    if len(blocks) == 1:
-        return share(batch, slice(None))
     leaves = _leaves(batch)
-    if not (leaves and torch.is_grad_enabled()):
-        parts = [share(batch.rows(rows), rows) for rows in blocks]
-        return LossOutput(torch.stack([part.loss for part in parts]).sum(), merge(part.metrics for part in parts))
-    metrics: list[Metrics] = []
-    loss: Tensor = _Blockwise.apply(batch, share, blocks, metrics, list(leaves), *leaves.values())  # type: ignore[no-untyped-call]
-    return LossOutput(loss, merge(metrics))
+    if len(blocks) == 1 or not (leaves and torch.is_grad_enabled()):
+        sums = summing(batch)
+        return weighted(sums.terms, weights), sums
+    parts: list[RowSums] = []
+    work = _Work(batch, summing, weights, blocks, list(leaves), parts)
+    loss: Tensor = _Blockwise.apply(work, *leaves.values())  # type: ignore[no-untyped-call]
+    return loss, _joined(parts)
 
 
 def _leaves(batch: PolicyBatch) -> dict[str, Tensor]:
@@ -56,30 +69,48 @@ def _with_leaves(batch: PolicyBatch, leaves: dict[str, Tensor]) -> PolicyBatch:
     return replace(batch, **columns)
 
 
+def _joined(parts: list[RowSums]) -> RowSums:
+    averages = parts[0].averages
+    averages.join([part.averages for part in parts[1:]])
+    return RowSums({name: torch.cat([part.terms[name] for part in parts]) for name in parts[0].terms}, averages)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What `_Blockwise` does; `parts` is filled with each block's row sums."""
+
+    batch: PolicyBatch
+    summing: Summing
+    weights: Mapping[str, Tensor]
+    blocks: list[slice]
+    names: list[str]
+    parts: list[RowSums]
+
+
 class _Blockwise(torch.autograd.Function):
     """Forward computes loss and gradient; backward scales the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        batch: PolicyBatch,
-        share: Share,
-        blocks: list[slice],
-        metrics: list[Metrics],
-        names: list[str],
-        *leaves: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, work: _Work, *leaves: Tensor) -> Tensor:
         gradients = [torch.empty_like(x) for x in leaves]
         losses = []
-        for rows in blocks:
+        for rows in work.blocks:
             with torch.enable_grad():
                 own = [x[rows].detach().requires_grad_() for x in leaves]
-                output = share(_with_leaves(batch.rows(rows), dict(zip(names, own, strict=True))), rows)
-                found = torch.autograd.grad(output.loss, own, allow_unused=True)
-            for gradient, part in zip(gradients, found, strict=True):
-                gradient[rows] = 0.0 if part is None else part
-            losses.append(output.loss.detach())
-            metrics.append(output.metrics)
+                sums = work.summing(_with_leaves(work.batch.rows(rows), dict(zip(work.names, own, strict=True))))
+                part = {name: weight_B[rows] for name, weight_B in work.weights.items()}
+                pulling = [name for name in part if sums.terms[name].requires_grad]
+                found = torch.autograd.grad(
+                    [sums.terms[name] for name in pulling],
+                    own,
+                    [part[name].to(sums.terms[name].dtype) for name in pulling],
+                    allow_unused=True,
+                )
+            for gradient, slope in zip(gradients, found, strict=True):
+                gradient[rows] = 0.0 if slope is None else slope
+            terms = {name: term_B.detach() for name, term_B in sums.terms.items()}
+            losses.append(weighted(terms, part))
+            work.parts.append(RowSums(terms, sums.averages))
         ctx.save_for_backward(*gradients)
         return torch.stack(losses).sum()
 
@@ -89,4 +120,4 @@ class _Blockwise(torch.autograd.Function):
         gradients: tuple[Tensor, ...] = ctx.saved_tensors
         if upstream != 1:  # what `loss.backward()` sends; then the pass over memory is saved
             gradients = tuple(upstream.to(gradient.dtype) * gradient for gradient in gradients)
-        return (None, None, None, None, None, *gradients)
+        return (None, *gradients)

@@ -17,7 +17,7 @@ from vime_trainer.algorithms.checks import choice
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.kl import kl_of
 from vime_trainer.algorithms.losses.batch import LossOutput, PolicyBatch, Terms, TokenLoss
-from vime_trainer.algorithms.losses.blockwise import in_blocks
+from vime_trainer.algorithms.losses.blockwise import RowSums, in_blocks, weighted
 from vime_trainer.algorithms.losses.cispo import cispo
 from vime_trainer.algorithms.losses.clip import clip, gspo
 from vime_trainer.algorithms.losses.config import PolicyLossConfig
@@ -27,7 +27,7 @@ from vime_trainer.algorithms.losses.score_centering import reinforce, score_cent
 from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.metrics import Averages, Metric
 from vime_trainer.algorithms.ranks import LOCAL, Reduce
-from vime_trainer.algorithms.reducers import Denominators, Reducer, denominators, sample_weights, weighted_sum
+from vime_trainer.algorithms.reducers import Denominators, Reducer, denominators, sample_weights
 
 Objective = Callable[[Terms, PolicyLossConfig], TokenLoss]
 
@@ -71,30 +71,30 @@ def policy_loss(
     A batch without a single unmasked token gives 0 with zero gradient. Raises `ValueError` for missing inputs.
     """
     weight_B = sample_weights(counts, config.reducer, config.fixed_length)
-    pg_weight_B = weight_B if reducer is None else sample_weights(counts, reducer)
+    each = {
+        "pg_loss": weight_B if reducer is None else sample_weights(counts, reducer),
+        "kl_loss": weight_B,
+        "entropy_loss": weight_B,
+    }
+    factors = {"pg_loss": 1.0, "kl_loss": config.kl_loss_coef, "entropy_loss": -config.entropy_coef}
+    weights = {name: factor * each[name] for name, factor in factors.items() if factor != 0}
 
-    def share(part: PolicyBatch, rows: slice) -> LossOutput:
-        tokens = policy_tokens(part, config, counts.correction_mean, objective)
-        return _summed(tokens, config, pg_weight_B[rows], weight_B[rows])
+    def summing(part: PolicyBatch) -> RowSums:
+        return _row_sums(policy_tokens(part, config, counts.correction_mean, objective))
 
-    # A user's objective may close over anything that needs a gradient, so autograd sees it whole.
-    return in_blocks(batch, share) if objective is None else share(batch, slice(None))
+    if objective is None:
+        loss, sums = in_blocks(batch, summing, weights)
+    else:  # a user's objective may close over anything that needs a gradient, so autograd sees it whole
+        sums = summing(batch)
+        loss = weighted(sums.terms, weights)
+    terms = {name: weighted({name: term_B.detach()}, {name: each[name]}) for name, term_B in sums.terms.items()}
+    metrics = {name: Metric(term) for name, term in terms.items()} | {"loss": Metric(loss.detach())}
+    return LossOutput(loss, sums.averages.metrics() | metrics)
 
 
-def _summed(tokens: PolicyTokens, config: PolicyLossConfig, pg_weight_B: Tensor, weight_B: Tensor) -> LossOutput:
-    metrics = tokens.averages.metrics()
-    loss = weighted_sum(tokens.pg_BT, pg_weight_B)
-    metrics["pg_loss"] = Metric(loss.detach())
-    if tokens.kl_BT is not None:
-        kl = weighted_sum(tokens.kl_BT, weight_B)
-        metrics["kl_loss"] = Metric(kl.detach())
-        loss = loss + config.kl_loss_coef * kl if config.kl_loss_coef else loss
-    if tokens.entropy_BT is not None:
-        entropy = weighted_sum(tokens.entropy_BT, weight_B)
-        metrics["entropy_loss"] = Metric(entropy.detach())
-        loss = loss - config.entropy_coef * entropy if config.entropy_coef else loss
-    metrics["loss"] = Metric(loss.detach())
-    return LossOutput(loss, metrics)
+def _row_sums(tokens: PolicyTokens) -> RowSums:
+    terms = {"pg_loss": tokens.pg_BT, "kl_loss": tokens.kl_BT, "entropy_loss": tokens.entropy_BT}
+    return RowSums({name: x_BT.sum(-1) for name, x_BT in terms.items() if x_BT is not None}, tokens.averages)
 
 
 def policy_tokens(
