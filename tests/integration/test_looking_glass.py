@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,16 @@ class Case:
     advantage: dict[str, Any]
     loss: dict[str, Any]
     value_loss: dict[str, Any] | None = None
+    ranks: int = 1
 
 
 ROLLOUT = {"use_rollout_logprobs": True}  # so that ratios differ from 1 and some are clipped
+PPO = Case(
+    {"estimator": "ppo", "lam": 0.9, "gamma": 0.95, "whiten": True, "reducer": "token_mean", **ROLLOUT},
+    {"estimator": "ppo", "lam": 0.9, "gamma": 0.95, "whiten": True},
+    {"objective": "clip", "reducer": "token_mean"},
+    {"value_clip": 0.2, "reducer": "token_mean"},
+)
 CASES = {
     "grpo": Case(
         {"estimator": "grpo", "reducer": "token_mean", "eps_clip_high": 0.28, **ROLLOUT},
@@ -97,12 +104,8 @@ CASES = {
             "correction": {"preset": "icepop", "low": 0.8, "high": 1.25},
         },
     ),
-    "ppo": Case(
-        {"estimator": "ppo", "lam": 0.9, "gamma": 0.95, "whiten": True, "reducer": "token_mean", **ROLLOUT},
-        {"estimator": "ppo", "lam": 0.9, "gamma": 0.95, "whiten": True},
-        {"objective": "clip", "reducer": "token_mean"},
-        {"value_clip": 0.2, "reducer": "token_mean"},
-    ),
+    "ppo": PPO,
+    "ppo on two ranks": replace(PPO, ranks=2),
 }
 
 
@@ -115,8 +118,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def trainer(run_dir: Path, model: Path, algorithm: dict[str, Any]) -> AsyncIterator[TrainerServiceStub]:
-    """A trainer service with one real rank."""
+async def trainer(run_dir: Path, model: Path, case: Case) -> AsyncIterator[TrainerServiceStub]:
+    """A trainer service with real ranks."""
     config = TrainerConfig.model_validate(
         {
             "trainer": {
@@ -126,8 +129,9 @@ async def trainer(run_dir: Path, model: Path, algorithm: dict[str, Any]) -> Asyn
                 "buffer_address": "127.0.0.1:1",
                 "router_address": "127.0.0.1:1",
                 "steps": 1,
+                "world_size": case.ranks,
                 "engine": {"routing_replay": False, "micro_batch_tokens": MICRO_BATCH},
-                "algorithm": algorithm,
+                "algorithm": case.algorithm,
             }
         }
     )
@@ -229,7 +233,7 @@ async def test_a_step_of_the_running_trainer_gives_the_glasss_loss_and_gradient_
     tmp_path: Path, model: Path, name: str
 ) -> None:
     case, batch, noise = CASES[name], groups(), random.Random(11)
-    async with trainer(tmp_path, model, case.algorithm) as stub:
+    async with trainer(tmp_path, model, case) as stub:
         lease = await stub.AcquireMode(pb.AcquireModeRequest(holder="test"), timeout=START_S)
         asked = pb.ScoreSamplesRequest(samples=samples_of(batch), replay=False)
         scored = await stub.ScoreSamples(asked, timeout=STEP_S)
