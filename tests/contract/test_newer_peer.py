@@ -275,7 +275,7 @@ async def test_an_engine_in_a_state_of_tomorrow_is_listed_and_gets_no_call(new: 
         (engine,) = (await router.ListEngines()).engines
         assert engine.requests == 0
 
-        members = await GrpcFleet(channel, PublishConfig()).members(Version(RUN, 1, 1))
+        members = await GrpcFleet(channel, PublishConfig(), ONCE).members(Version(RUN, 1, 1))
         assert [(member.engine_id, member.usable) for member in members] == [("n", False)]
 
 

@@ -1,4 +1,4 @@
-"""Half-open connections, peers that are black holes, deadlines that are over: calls end in time, and nothing is left."""
+"""Half-open connections, black holes, deadlines that are over: calls end in time, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_a_trainer_gives_up_a_black_hole_after_its_patience_and_goes_on_wh
 ) -> None:
     monkeypatch.setattr(patience, "OUTAGE_S", 1.0)
     monkeypatch.setattr(ledger_module, "_CALL_S", 0.3)
-    async with open_channel(hole.address, patience.SETTINGS) as channel:
+    async with open_channel(hole.address, ONCE) as channel:
         ledger = GrpcLedger(channel)
         opened = await ledger.open_incarnation(RUN, 0, 0, "r")
         hole.mode = Mode.SWALLOW

@@ -42,7 +42,22 @@ class TlsClientConfig(ConfigModel):
     """Name in the server's certificate, where it differs from the address."""
 
 
-class ChannelSettings(ConfigModel):
+class Credentials(ConfigModel):
+    """Whom a client trusts, and how it shows who it is."""
+
+    tls: TlsClientConfig | None = None
+    """Set for TLS; unset means plaintext."""
+    token_file: Path | None = None
+    """File that holds the bearer token. Only over TLS, or to loopback."""
+    token_env: str | None = None
+    """Environment variable that holds the bearer token; `token_file` wins."""
+
+    def once(self) -> ChannelSettings:
+        """Settings of a channel with these credentials that repeats no call by itself."""
+        return ChannelSettings(max_attempts=1, tls=self.tls, token_file=self.token_file, token_env=self.token_env)
+
+
+class ChannelSettings(Credentials):
     """How calls of one channel behave."""
 
     timeout_s: Seconds = 60.0
@@ -67,9 +82,3 @@ class ChannelSettings(ConfigModel):
     """Largest message sent or received."""
     untraced_methods: tuple[str, ...] = UNTRACED
     """Globs over `/package.Service/Method` that get no span of their own."""
-    tls: TlsClientConfig | None = None
-    """Set for TLS; unset means plaintext."""
-    token_file: Path | None = None
-    """File that holds the bearer token. Only over TLS, or to loopback."""
-    token_env: str | None = None
-    """Environment variable that holds the bearer token; `token_file` wins."""

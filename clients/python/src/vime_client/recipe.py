@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from vime_client.channel_settings import Credentials
 from vime_client.config_loading import ConfigError, ConfigModel, load_config
 from vime_client.worker.demonstrations import SFT_TABLE, DemonstrationSection
 
@@ -153,6 +154,8 @@ class WorkerSection(ConfigModel):
     """Workers that `vime run` starts; more may join from anywhere with `vime worker`."""
     concurrency: int = Field(default=32, ge=1)
     """Prompts that a worker has in hand at once."""
+    credentials: Credentials = Credentials()
+    """How workers show themselves to buffer and router, where those ask."""
     demonstration: DemonstrationSection = DemonstrationSection()
     """Where demonstrations stand in the records of table `sft`."""
     filter: FunctionName = ""

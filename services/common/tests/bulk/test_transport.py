@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from vime_service.bulk import (
     WeightReceiver,
     WeightSender,
 )
+from vime_service.bulk.gloo import open_store
 from vime_service.bulk.manifest import byte_view
 
 from .conftest import Fabric
@@ -164,3 +166,20 @@ def test_a_sender_whose_tensors_differ_from_its_manifest_is_refused(fabric: Fabr
         WeightSender(transport, manifest, {n: t for n, t in sent.items() if n != "head"})
     with pytest.raises(ManifestError, match="'embed' has 2112 bytes, its manifest says 1056"):
         WeightSender(transport, manifest, {**sent, "embed": sent["embed"].float()})
+
+
+def test_a_store_listens_on_its_own_address_and_on_no_other() -> None:
+    store = open_store("127.0.0.1", 0, Deadline.after(10), host=True)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):  # torch's own would answer here, and on every other interface
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    joined = open_store("127.0.0.1", store.port, Deadline.after(10), host=False)
+    joined.set("key", b"value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_whose_port_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=rf"opening the store 127\.0\.0\.1:{port}.*in use"):
+            open_store("127.0.0.1", port, Deadline.after(5), host=True)

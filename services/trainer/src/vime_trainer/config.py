@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from vime_client.channel_settings import Credentials
 from vime_service.config import ConfigModel
 from vime_service.server_config import ServiceConfig
 from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss, needs_teacher
@@ -73,6 +74,9 @@ class TrainerSettings(ConfigModel):
 
     router_address: str
     """`host:port` of the router."""
+
+    credentials: Credentials = Credentials()
+    """How the trainer and its ranks show themselves to buffer, router and engines, and the ranks to the trainer."""
 
     steps: int = Field(ge=1)
     """Train steps in all, counted from the start of the run."""

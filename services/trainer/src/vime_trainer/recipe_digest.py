@@ -8,7 +8,8 @@ import json
 from vime_trainer.config import TrainerSettings
 
 # What may change between two incarnations without making recorded batches a lost lineage.
-_FREE = {"run_dir", "buffer_address", "router_address", "steps", "lease_wait_s", "metrics", "faults", "checkpoint"}
+_FREE = {"run_dir", "buffer_address", "router_address", "credentials", "steps", "lease_wait_s"}
+_FREE |= {"metrics", "faults", "checkpoint"}
 
 
 def recipe_digest(settings: TrainerSettings) -> str:

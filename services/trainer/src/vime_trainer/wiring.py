@@ -11,7 +11,6 @@ from vime_client.errors import RpcError
 from vime_service.server import Service
 from vime_trainer.adapters.fleet import GrpcFleet
 from vime_trainer.adapters.ledger import GrpcLedger
-from vime_trainer.adapters.patience import SETTINGS
 from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.config import TrainerConfig
 from vime_trainer.controller import Trainer
@@ -55,9 +54,10 @@ class Wiring:
     async def register(self, service: Service) -> None:
         """Add the servicers; nothing slow."""
         settings = self._config.trainer
-        buffer = open_channel(settings.buffer_address, SETTINGS)
-        router = open_channel(settings.router_address, SETTINGS)
-        fleet = GrpcFleet(router, settings.publish)
+        once = settings.credentials.once()
+        buffer = open_channel(settings.buffer_address, once)
+        router = open_channel(settings.router_address, once)
+        fleet = GrpcFleet(router, settings.publish, once)
         publisher = Publisher(settings.publish, fleet, self._ranks)
         ledger, events, files = GrpcLedger(buffer, settings.table), EventLog(), RunFiles(settings.run_dir)
         digest = recipe_digest(settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from vime_client.channel_settings import Credentials
 from vime_client.config_loading import ConfigModel
 from vime_client.logs import LogConfig
 from vime_client.recipe import Recipe
@@ -40,6 +41,8 @@ class WorkerSettings(ConfigModel):
     """`host:port` of the buffer."""
     router_address: str
     """`host:port` of the router, or of one engine."""
+    credentials: Credentials = Credentials()
+    """How the worker shows itself to buffer and router."""
     base_dir: Path
     """Folder that relative reward files are taken from."""
     rewards: dict[str, str]
@@ -103,6 +106,7 @@ def worker_settings(
         worker_id=worker_id or default_worker_id(),
         buffer_address=buffer_address,
         router_address=router_address,
+        credentials=recipe.worker.credentials,
         base_dir=base_dir,
         rewards=recipe.rewards.by_name,
         reward_timeout_s=recipe.rewards.timeout_s,

@@ -12,7 +12,6 @@ from opentelemetry import trace
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
 from vime_client.buffer import BufferClient, is_gone
-from vime_client.channel import ChannelSettings
 from vime_client.errors import RpcError
 from vime_client.generation import GenerationClient
 from vime_client.logs import get_logger
@@ -45,7 +44,7 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> Counter[s
         RpcError: the buffer refuses this worker.
     """
     # Attempts belong to the whole steps of this worker, so its channels make none of their own.
-    once = ChannelSettings(max_attempts=1)
+    once = settings.credentials.once()
     async with (
         BufferClient(settings.buffer_address, once) as buffer,
         GenerationClient(settings.router_address, once) as engine,

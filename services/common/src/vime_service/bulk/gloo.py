@@ -53,13 +53,13 @@ class GlooTransport:
     @classmethod
     def host(cls, me: str, address: str, deadline: Deadline, port: int = 0) -> Self:
         """The sender's end: opens the store on `address`, any free port unless one is given. Peers join `endpoint`."""
-        return cls(_open_store(address, port, True, deadline), me, address)
+        return cls(open_store(address, port, deadline, host=True), me, address)
 
     @classmethod
     def join(cls, me: str, endpoint: str, deadline: Deadline, address: str | None = None) -> Self:
         """A receiver's end: connects to the sender's store. `address` defaults to the interface that reaches it."""
         host, _, port = endpoint.rpartition(":")
-        store = _open_store(host, int(port), False, deadline)
+        store = open_store(host, int(port), deadline, host=False)
         return cls(store, me, address or _address_towards(host, int(port)))
 
     def form(self, generation: int, members: Sequence[str], deadline: Deadline) -> None:
@@ -139,15 +139,26 @@ class GlooTransport:
         return TransportError(step, self._generation, self._rank, time.monotonic() - started, reason)
 
 
-def _open_store(host: str, port: int, is_master: bool, deadline: Deadline) -> TCPStore:
+def open_store(address: str, port: int, deadline: Deadline, *, host: bool) -> TCPStore:
+    """Host a store that listens on `address` alone, on any free port for port 0; or join the one that does.
+
+    Raises:
+        TransportError: the port is taken, or no store answers.
+    """
     started = time.monotonic()
     timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
     try:
-        return TCPStore(host, port, None, is_master, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        step = f"{'opening' if is_master else 'joining'} the store {host}:{port}"
-        rank = 0 if is_master else -1
-        raise TransportError(step, 0, rank, time.monotonic() - started, _first_line(error)) from error
+        if not host:
+            return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        # Left to itself the store listens on all interfaces, whatever its address: anyone could write into it.
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((address, port), family=family)
+        port = listener.getsockname()[1]
+        listen_fd = listener.detach()
+        return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+    except (RuntimeError, OSError) as error:
+        step = f"{'opening' if host else 'joining'} the store {address}:{port}"
+        raise TransportError(step, 0, 0 if host else -1, time.monotonic() - started, _first_line(error)) from error
 
 
 def _address_towards(host: str, port: int) -> str:

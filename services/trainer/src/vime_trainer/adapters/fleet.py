@@ -13,9 +13,9 @@ from vime.rollout.v1 import engine_service_pb2 as pb
 from vime.rollout.v1.engine_service_pb2_grpc import EngineServiceStub
 from vime.router.v1 import router_service_pb2
 from vime.router.v1.router_service_pb2_grpc import RouterServiceStub
-from vime_client.channel import open_channel
+from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError, StaleIncarnation, rpc_errors
-from vime_trainer.adapters.patience import SETTINGS, patiently
+from vime_trainer.adapters.patience import patiently
 from vime_trainer.adapters.protos import seconds, to_seconds, version_from_proto, version_to_proto
 from vime_trainer.loop.ports import Commit, Described, Member, Refused
 from vime_trainer.loop.publisher import PublishConfig
@@ -40,9 +40,10 @@ T = TypeVar("T")
 class GrpcFleet:
     """Implements `loop.ports.Fleet`."""
 
-    def __init__(self, router: grpc.aio.Channel, config: PublishConfig) -> None:
+    def __init__(self, router: grpc.aio.Channel, config: PublishConfig, engines: ChannelSettings) -> None:
+        """`engines` are the settings of the channels to the engines."""
         self._router = RouterServiceStub(router)
-        self._config = config
+        self._config, self._settings = config, engines
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def members(self, version: Version) -> list[Member]:
@@ -108,9 +109,7 @@ class GrpcFleet:
 
     def _engine(self, member: Member) -> EngineServiceAsyncStub:
         if member.address not in self._channels:
-            self._channels[member.address] = open_channel(
-                member.address, SETTINGS
-            )  # one attempt: the publisher drops who is gone
+            self._channels[member.address] = open_channel(member.address, self._settings)
         return EngineServiceStub(self._channels[member.address])
 
     @staticmethod

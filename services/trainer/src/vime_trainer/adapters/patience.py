@@ -1,4 +1,7 @@
-"""Calls that may be repeated, through the restart of the service they go to."""
+"""Calls that may be repeated, through the restart of the service they go to.
+
+Their channels repeat nothing by themselves (`Credentials.once`): `patiently` is the only one that does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import TypeVar
 
 import grpc
 
-from vime_client.channel import ChannelSettings
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.retry import whole_step
 
@@ -15,9 +17,6 @@ T = TypeVar("T")
 
 OUTAGE_S = 120.0
 """How long a service may be gone before the trainer gives up."""
-
-SETTINGS = ChannelSettings(max_attempts=1)
-"""The channel's own retries are off: `patiently` is the only one that repeats."""
 
 
 async def patiently(name: str, call: Callable[[], Awaitable[T]]) -> T:

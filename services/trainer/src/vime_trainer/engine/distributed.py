@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from vime_service.bulk import Deadline
+from vime_service.bulk.gloo import open_store
 from vime_trainer.engine.config import EngineConfig, ParallelConfig
 from vime_trainer.engine.errors import UnsupportedLayoutError
 
@@ -56,7 +58,11 @@ def check_layout(sizes: ParallelConfig) -> None:
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # torch's own way to make this store would listen on all interfaces.
+        store = open_store(address, port, Deadline.after(timeout.total_seconds()), host=rank == 0)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:  # a world of one needs no address
         dist.init_process_group(
             backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout

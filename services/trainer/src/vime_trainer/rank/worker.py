@@ -19,7 +19,7 @@ from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.common.v1.trajectory_pb2 import TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
 from vime.trainer.v1.rank_service_pb2_grpc import RankServiceStub
-from vime_client.channel import open_channel
+from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.logs import get_logger
 from vime_service.bulk import BulkError, ManifestError, TransportError
@@ -49,7 +49,8 @@ class RankWorker:
 
     async def run(self) -> int:
         """Until ExitCommand (0) or until the service is gone (1)."""
-        channel, buffer = open_channel(self._service), open_channel(self._settings.buffer_address)
+        own = ChannelSettings.model_validate(self._settings.credentials.model_dump())
+        channel, buffer = open_channel(self._service, own), open_channel(self._settings.buffer_address, own)
         self._stub, self._buffer = RankServiceStub(channel), BatchServiceStub(buffer)
         try:
             commands = await self._in_thread(lambda: Commands(self._settings))

@@ -47,6 +47,8 @@ class RankProcesses:
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "VIME_PARENT_PID": str(os.getpid()),
         }
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            shared["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host need none of its other interfaces
         ranks = range(self._world_size)
         self._context = start_processes(
             name="trainer-rank",
