@@ -10,7 +10,8 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command 
 TORCH := torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DISTS := services/common clients/python services/buffer services/router services/rollout services/trainer
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# --no-compile: bytecode of 3 GB takes a minute and a half; what is imported is compiled then.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
