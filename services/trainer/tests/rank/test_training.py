@@ -67,8 +67,10 @@ def batch(seed: int = 0, logprobs: bool = True, length: int = 5) -> list[Traject
     return groups
 
 
-def run(training: BatchTraining, groups: list[TrajectoryGroup], texts: int = 0) -> pb.TrainResult:
-    command = pb.TrainCommand(group_ids=[g.group_id for g in groups], sample_texts=texts)
+def run(
+    training: BatchTraining, groups: list[TrajectoryGroup], texts: int = 0, lr: float | None = None
+) -> pb.TrainResult:
+    command = pb.TrainCommand(group_ids=[g.group_id for g in groups], sample_texts=texts, learning_rate=lr)
     return training.run(command, groups, range(len(groups)), 0.0)
 
 
@@ -159,6 +161,7 @@ def test_the_kl_in_the_reward_lowers_the_advantage_of_tokens_that_left_the_refer
     training = BatchTraining(engine(model, algorithm), algorithm)
     first = run(training, batch(), texts=12)
     second = run(training, batch(), texts=12)
+
     def advantages(result: pb.TrainResult) -> list[float]:
         return [json.loads(text)["advantage"] for text in result.sample_json]
 
@@ -209,3 +212,16 @@ def test_long_responses_are_punished_before_the_statistics_and_the_raw_reward_st
     assert metrics["rollout/rewards"] == pytest.approx(
         metrics["rollout/raw_reward"] + metrics["rollout/overlong_penalty"]
     )
+
+
+def test_a_rate_given_with_the_step_is_that_of_this_step_alone(model: Path) -> None:
+    held = engine(model, AlgorithmConfig())
+    training = BatchTraining(held, AlgorithmConfig())
+    moved = []
+    for lr in (1e-6, None):
+        before = weights(held)
+        assert run(training, batch(), lr=lr).metrics["train/lr-pg_0"] == pytest.approx(lr or 3e-3)
+        moved.append(max(float((a - b).abs().max()) for a, (_, b) in zip(before, held.export(), strict=True)))
+    assert 0 < moved[0] < 2e-6
+    assert moved[1] > 1e-3
+    assert held.lr == 3e-3

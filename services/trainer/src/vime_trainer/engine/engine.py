@@ -100,15 +100,17 @@ class Engine:
         """Learning rate of the next optimizer step."""
         return self._updater.lr
 
-    def train_step(self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int = 1) -> StepResult:
+    def train_step(
+        self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int = 1, lr: float | None = None
+    ) -> StepResult:
         """Train on one batch in `mini_batches` optimizer steps; `objective.PolicyLoss(config)` is the usual `loss`.
 
         `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
-        they are those of the weights before this call. A step whose loss or gradient is not finite changes nothing and
-        is counted. Raises SampleError or RoutingTraceError before anything is run.
+        they are those of the weights before this call. `lr` replaces the schedule's rate, this once. A step whose loss
+        or gradient is not finite changes nothing and is counted. Raises SampleError or RoutingTraceError before anything is run.
         """
         self._check(samples, self.replays)
-        result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays)
+        result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays, lr=lr)
         if self._reference is not None and not result.skipped:
             self._reference.batch_trained()
         return result

@@ -88,22 +88,25 @@ class Updater:
         self.schedule.num_steps = 0
         self.schedule.step(steps_taken + 1)
 
-    def apply(self, loss: float, empty: bool = False) -> OptimizerOutcome:
+    def apply(self, loss: float, empty: bool = False, lr: float | None = None) -> OptimizerOutcome:
         """Use the reduced gradients in the model's buffers. Skips if `loss` (any rank's) or the gradient norm is not
         finite.
 
         Skips too if the batch was `empty`: no token is trained, but zero gradients would still move the moments.
-        Megatron's clipping would multiply by NaN and write it into the weights, so the norm is looked at first.
+        Megatron's clipping would multiply by NaN and write it into the weights, so the norm is looked at first. `lr`
+        replaces the schedule's rate in this step alone.
         """
-        lr = self.lr
+        lr = self.lr if lr is None else lr
         found_inf = bool(self.optimizer.prepare_grads())
         norm = float(self.optimizer.get_grad_norm())
         bad = empty or found_inf or not (math.isfinite(norm) and math.isfinite(loss))
         anywhere = all_reduce_max(torch.tensor([float(bad)], device=_device_of(self.optimizer)))
         if bool(anywhere.item()):
             return OptimizerOutcome(norm, lr, skipped=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
-        self.schedule.step(1)
+        self.schedule.step(1)  # sets the rate of the next step, whatever this one's was
         return OptimizerOutcome(norm, lr, skipped=False)
 
 

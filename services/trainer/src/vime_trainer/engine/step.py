@@ -39,8 +39,10 @@ class Trainer:
         self._forward, self._updater = forward, updater
         connect(forward, updater)
 
-    def train(self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int, replay: bool) -> StepResult:
-        """Train on this rank's `samples` in `mini_batches` optimizer steps.
+    def train(
+        self, samples: Sequence[Sample], loss: Loss, *, mini_batches: int, replay: bool, lr: float | None = None
+    ) -> StepResult:
+        """Train on this rank's `samples` in `mini_batches` optimizer steps, at the schedule's rate or at `lr`.
 
         Every rank calls it, also without samples.
         """
@@ -52,7 +54,7 @@ class Trainer:
         for part in chunks(len(samples), mini_batches):
             mini = _MiniBatch(self._forward, samples[part], None if old is None else old[part], loss)
             done.append(accumulate(self._forward, self._updater, samples[part], mini.share, replay=replay))
-            outcomes.append(self._updater.apply(done[-1].loss, empty=mini.empty))
+            outcomes.append(self._updater.apply(done[-1].loss, empty=mini.empty, lr=lr))
             seen += mini.logprobs
         updates = updates_of(outcomes, done, self._forward.device)
         return StepResult(**vars(updates), trained=[(s.group_id, s.sample_index) for s in samples], logprobs=seen)

@@ -63,11 +63,6 @@ class Commands:
 
     def train(self, command: pb.TrainCommand, groups: Sequence[TrajectoryGroup], fetch_s: float) -> pb.TrainResult:
         """One step on this rank's groups."""
-        if command.HasField("learning_rate"):
-            raise ValueError(
-                f"learning_rate {command.learning_rate:g} is not supported yet: the rate is the schedule's, "
-                f"{self.engine.lr:g}; leave it unset"
-            )
         return BatchTraining(self.engine, self._settings.algorithm).run(
             command, groups, self.my_groups(command), fetch_s
         )

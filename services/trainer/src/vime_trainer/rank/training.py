@@ -74,7 +74,8 @@ class BatchTraining:
         clock.lap("perf/log_probs_time")
         samples, advantages = with_advantages(share, len(command.group_ids), self._algorithm, GLOBAL)
         share = replace(share, samples=samples)
-        trained = self._train(samples, before, clock)
+        rate = command.learning_rate if command.HasField("learning_rate") else None
+        trained = self._train(samples, before, rate, clock)
         metrics = rollout_measures(share, GLOBAL)
         metrics |= {f"rollout/{name}": value for name, value in reduced(advantages.metrics, GLOBAL).items()}
         metrics |= self._role_measures(share)
@@ -133,13 +134,15 @@ class BatchTraining:
 
     # ------------------------------------------------------------------ the step
 
-    def _train(self, samples: Sequence[Sample], before: list[torch.Tensor] | None, clock: Laps) -> _Trained:
+    def _train(
+        self, samples: Sequence[Sample], before: list[torch.Tensor] | None, lr: float | None, clock: Laps
+    ) -> _Trained:
         """The policy first: where its step is skipped, the critic's is too, so that a skipped step changes nothing.
         The order decides no number, since the values that both learn from are those of before the step.
         """
         critic, result = self._engine.critic, None
         if critic is None or not critic.warming_up:
-            result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches)
+            result = self._engine.train_step(samples, self._loss, mini_batches=self._algorithm.mini_batches, lr=lr)
             clock.lap("perf/actor_train_time")
             before = result.logprobs if before is None else before
         elif before is None:
