@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from vime_client.clock import Clock
 from vime_client.launcher.plan import RunPlan, ServicePlan
@@ -16,7 +16,10 @@ from vime_client.logs import get_logger
 EXIT_CONFIG = 2
 """What our programs end with when their settings are wrong: starting again cannot help."""
 _PROBE_S = 2.0
+_REAP_S = 5.0
 _log = get_logger(__name__)
+
+Question = Callable[[], Awaitable[bool]]
 
 
 class GaveUp(Exception):
@@ -38,9 +41,10 @@ class Keeper:
         self._env = env
         self._clock = clock
         self._hang_s = limits.hang_timeout_s
-        self._stop_s = limits.stop_timeout_s
+        self._start_s = limits.ready_timeout_s
         self._restarts = Restarts(limits.restart_limit, limits.restart_window_s, limits.restart_backoff_s)
         self._process: ServiceProcess | None = None
+        self._probe: Probe | None = None
         self._stopping = False
 
     @property
@@ -54,13 +58,17 @@ class Keeper:
         Raises:
             GaveUp: it died too often, or cannot work.
         """
-        while not self._is_stopping():
-            process = self._start()
-            code = await self._until_end(process)
-            self._set(pid=0, state="stopped", ready=False, last_end=exit_text(code))
-            if self._is_stopping():
-                return
-            await self._after_death(code, probable_cause(process.last_lines()))
+        self._probe = Probe(self.service.address) if self.service.address else None
+        try:
+            while not self._is_stopping():
+                process = self._start()
+                code = await self._until_end(process)
+                self._set(pid=0, state="stopped", ready=False, last_end=exit_text(code))
+                if not self._is_stopping():
+                    await self._after_death(code, probable_cause(process.last_lines()))
+        finally:
+            if self._probe is not None:
+                await self._probe.close()
 
     async def stop(self, seconds: float) -> None:
         """Ask it to end, and after `seconds` make it."""
@@ -112,29 +120,38 @@ class Keeper:
                 self._process = None
 
     async def _watch_for_silence(self, process: ServiceProcess) -> None:
-        """Kill a process that was alive and then gives no sign for `hang_timeout_s`, such as one that is stopped."""
-        alive = self._aliveness()
+        """Kill a process that was alive and then gives no sign for `hang_timeout_s`, such as one that is stopped.
+
+        Before it is ready it may be silent for longer: importing an engine can hold the interpreter for minutes.
+        """
+        alive, ready = self._questions()
         heard: float | None = None
         while True:
             await self._clock.sleep(min(_PROBE_S, self._hang_s / 4))
+            limit = self._hang_s if self.state.ready else max(self._hang_s, self._start_s)
             if await alive():
                 heard = self._clock.now()
-            elif heard is not None and self._clock.now() - heard > self._hang_s:
-                _log.error(f"{self.service.name} gives no sign of life and is killed", seconds=self._hang_s)
+                if not self.state.ready and await ready():
+                    self.set_ready()
+            elif heard is not None and self._clock.now() - heard > limit:
+                _log.error(f"{self.service.name} gives no sign of life and is killed", seconds=limit)
                 process.kill()
                 return
 
-    def _aliveness(self) -> Callable[[], asyncio.Future[bool]]:
-        """A question whose answer is True if the process shows that it lives."""
-        if self.service.address:
-            probe = Probe(self.service.address)
-            return lambda: asyncio.ensure_future(probe.is_alive(min(5.0, self._hang_s)))
+    def _questions(self) -> tuple[Question, Question]:
+        """Whether the process shows that it lives, and whether it can do its work."""
+        seconds = min(5.0, self._hang_s)
+        if (probe := self._probe) is not None:
+            return lambda: probe.is_alive(seconds), lambda: probe.is_ready(seconds)
         file = FileProbe(self.service.sign_of_life) if self.service.sign_of_life else None
 
         async def touched() -> bool:
             return file.changed() if file else True
 
-        return lambda: asyncio.ensure_future(touched())
+        async def yes() -> bool:
+            return True
+
+        return touched, yes
 
     async def _after_death(self, code: int, cause: str) -> None:
         """Wait for the next start, or give up."""

@@ -100,9 +100,6 @@ class Supervisor:
                 self._keepers[name].set_ready()
             elif not name.startswith("rollout-"):
                 missing.append(name)
-        for name, keeper in self._keepers.items():
-            if name not in self._probes and keeper.pid:
-                keeper.set_ready()
         if not missing and self._plan.engines and self._plan.router:
             engines = await self._probes["router"].engines(2.0)
             if engines < self._plan.engines:

@@ -1,0 +1,165 @@
+"""The clients for loops of one's own, and rewards and filters that are servers, against twins in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
+from vime.common.v1 import trajectory_pb2 as pb
+from vime.plugin.v1 import plugin_service_pb2 as plugin_pb
+from vime.plugin.v1 import plugin_service_pb2_grpc
+from vime.trainer.v1 import trainer_service_pb2 as trainer_pb
+from vime_client import BufferClient, GenerationClient, LeaseLost, RpcError, TrainerClient
+from vime_client.rewards.reward import PluginReward
+from vime_client.testing import FakeBuffer, FakeEngine, FakeTrainer, serving
+from vime_client.worker.filters import NonzeroStd, PluginFilter
+from vime_client.worker.group import build_group
+
+from .conftest import wait_until
+
+
+async def test_a_loop_of_ones_own_draws_generates_and_inserts() -> None:
+    buffer, engine = FakeBuffer([{"prompt": "1+1="}], samples_per_prompt=2), FakeEngine()
+    async with (
+        serving(buffer, engine) as address,
+        BufferClient(address) as client,
+        GenerationClient(address) as generation,
+    ):
+        (leased,) = await client.lease_prompts("me", 4, 1.0)
+        async with leased:
+            ids = await generation.render(leased.lease.prompt.text)
+            answer = await generation.generate(ids, leased.lease.sampling, leased.lease.seeds, timeout_s=5)
+            group = build_group(leased.lease, ids, answer)
+            for sample in group.samples:
+                sample.reward = 1.0
+            await leased.insert(group)
+        assert await generation.decode([ids]) == ["1+1="]
+        assert await client.lease_prompts("me", 4, 0.1) == []
+        assert set(await client.tables()) == {"train"}
+    assert [g.group_id for g in buffer.groups] == ["train-0"]
+    assert not buffer.failures
+
+
+async def test_k26_an_insert_is_idempotent_and_late_or_unknown_groups_are_refused() -> None:
+    buffer = FakeBuffer([{"prompt": "x"}], samples_per_prompt=1)
+    async with serving(buffer) as address, BufferClient(address) as client:
+        (leased,) = await client.lease_prompts("me", 1, 1.0)
+        group = pb.TrajectoryGroup(group_id=leased.lease.group_id, attempt=0, samples=[pb.Sample(reward=1.0)])
+        await client.insert(leased.lease.lease_id, group)
+        assert (await client.insert(leased.lease.lease_id, group)).already_present
+        group.samples[0].reward = 0.5
+        with pytest.raises(RpcError, match="ALREADY_EXISTS"):
+            await client.insert(leased.lease.lease_id, group)
+        with pytest.raises(RpcError, match="NOT_FOUND"):
+            await client.insert("x", pb.TrajectoryGroup(group_id="unknown"))
+        second = buffer.add({"prompt": "y"})
+        (late,) = await client.lease_prompts("me", 1, 1.0)
+        buffer.expire(second)
+        with pytest.raises(LeaseLost):
+            await client.insert(late.lease.lease_id, pb.TrajectoryGroup(group_id=second, attempt=0))
+    assert len(buffer.groups) == 1
+
+
+async def test_a_block_that_raises_gives_its_lease_back() -> None:
+    buffer = FakeBuffer([{"prompt": "x"}, {"prompt": "y"}])
+    async with serving(buffer) as address, BufferClient(address) as client:
+        first, second = await client.lease_prompts("me", 2, 1.0)
+        with pytest.raises(ZeroDivisionError):
+            async with first:
+                raise ZeroDivisionError("oops")
+        with pytest.raises(asyncio.CancelledError):
+            async with second:
+                raise asyncio.CancelledError
+    failures = [(failure, detail) for _, failure, detail in buffer.failures]
+    assert failures[0] == (buffer_pb.FAILURE_CLASS_USER_CODE, "ZeroDivisionError: oops")
+    assert failures[1][0] == buffer_pb.FAILURE_CLASS_SHUTDOWN
+
+
+async def test_a_lease_is_kept_alive_in_its_block_and_knows_when_it_is_lost() -> None:
+    buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.3)
+    async with serving(buffer) as address, BufferClient(address) as client:
+        (leased,) = await client.lease_prompts("me", 1, 1.0)
+        async with leased:
+            await asyncio.sleep(0.8)
+            assert not leased.lost
+            buffer.expire(leased.lease.group_id)
+            await wait_until(lambda: leased.lost)
+    assert not buffer.failures
+
+
+async def test_the_trainers_events_are_watched_from_where_one_left_off() -> None:
+    trainer = FakeTrainer(num_steps=2)
+    async with serving(trainer) as address, TrainerClient(address) as client:
+        assert (await client.start()).state == trainer_pb.TRAINER_STATE_RUNNING
+        trainer.report(1, rollout__raw_reward=0.5)
+        trainer.report(2, rollout__raw_reward=0.6)
+        trainer.finish()
+        events = [event async for event in client.watch()]
+        assert [event.WhichOneof("event") for event in events] == ["status", "step", "step", "status"]
+        assert [event.sequence async for event in client.watch(after_sequence=2)] == [3, 4]
+        assert (await client.status()).state == trainer_pb.TRAINER_STATE_FINISHED
+
+
+class Plugin(plugin_service_pb2_grpc.PluginServiceServicer):
+    """A reward server that answers with what the test wants."""
+
+    def __init__(self, scores: Sequence[plugin_pb.SampleScore], delay_s: float = 0.0, keep: bool = True) -> None:
+        self._scores, self._delay_s, self._keep = scores, delay_s, keep
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        plugin_service_pb2_grpc.add_PluginServiceServicer_to_server(self, server)
+
+    async def ScoreSamples(self, request: Any, context: Any) -> plugin_pb.ScoreSamplesResponse:
+        await asyncio.sleep(self._delay_s)
+        return plugin_pb.ScoreSamplesResponse(scores=self._scores)
+
+    async def DecideGroups(self, request: Any, context: Any) -> plugin_pb.DecideGroupsResponse:
+        decision = plugin_pb.GroupDecision(keep=self._keep, reason="" if self._keep else "dull")
+        return plugin_pb.DecideGroupsResponse(decisions=[decision])
+
+
+SAMPLES = [pb.Sample(sample_index=i, response_text=str(i)) for i in range(3)]
+
+
+async def test_a_reward_server_scores_and_its_odd_answers_stay_unscored() -> None:
+    scores = [
+        plugin_pb.SampleScore(reward=0.5, parts={"format": 1.0}),
+        plugin_pb.SampleScore(reward=float("nan")),
+        plugin_pb.SampleScore(unscored_reason=pb.UNSCORED_REASON_TIMEOUT, detail="judge is slow"),
+    ]
+    async with serving(Plugin(scores)) as address:
+        reward = PluginReward(f"grpc://{address}", 5.0)
+        first, second, third = await reward.score(pb.Prompt(), SAMPLES, "train")
+        await reward.close()
+    assert (first.reward, dict(first.parts)) == (0.5, {"format": 1.0})
+    assert (second.reward, second.unscored) == (None, "NOT_FINITE")
+    assert (third.unscored, third.detail) == ("TIMEOUT", "judge is slow")
+
+
+async def test_a_reward_server_that_answers_short_late_or_not_at_all_shifts_nothing() -> None:
+    one = plugin_pb.SampleScore(reward=1.0)
+    async with serving(Plugin([one, one])) as address:
+        short = await PluginReward(f"grpc://{address}", 5.0).score(pb.Prompt(), SAMPLES, "train")
+    assert [score.reward for score in short] == [None] * 3
+    assert "2 scores for 3 samples" in short[0].detail
+    async with serving(Plugin([one] * 3, delay_s=5)) as address:
+        late = await PluginReward(f"grpc://{address}", 0.2).score(pb.Prompt(), SAMPLES, "train")
+    assert {score.unscored for score in late} == {"TIMEOUT"}
+    gone = await PluginReward("grpc://127.0.0.1:1", 2.0).score(pb.Prompt(), SAMPLES, "train")
+    assert {score.unscored for score in gone} <= {"CRASHED", "TIMEOUT"}
+
+
+async def test_filters_look_at_raw_rewards_and_unscored_samples_do_not_count() -> None:
+    def group(*rewards: float | None) -> pb.TrajectoryGroup:
+        return pb.TrajectoryGroup(samples=[pb.Sample(reward=reward) for reward in rewards])
+
+    assert await NonzeroStd().drop_reason(group(1, 0, None)) == ""
+    assert await NonzeroStd().drop_reason(group(1, 1, None)) == "zero_std"
+    assert await NonzeroStd().drop_reason(group(1, None, None)) == "zero_std"
+    async with serving(Plugin([], keep=False)) as address:
+        assert await PluginFilter(f"grpc://{address}", 2.0).drop_reason(group(1)) == "dull"
