@@ -149,7 +149,7 @@ def test_the_mismatch_is_split_by_what_the_versions_say():
             span.weight_version.step = step
         return made
 
-    share, samples, _ = advantages([group(versioned(0, 5), versioned(1, 4), versioned(2, 4, 5))])
+    _, samples, _ = advantages([group(versioned(0, 5), versioned(1, 4), versioned(2, 4, 5))])
     scored = [s.rollout_logprobs + gap for s, gap in zip(samples, (0.001, 0.01, 0.1), strict=True)]
     measured = mismatch_measures(samples, scored, 5, "", LOCAL)
     name = "train/train_rollout_logprob_abs_diff"

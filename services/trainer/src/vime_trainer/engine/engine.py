@@ -107,7 +107,8 @@ class Engine:
 
         `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
         they are those of the weights before this call. `lr` replaces the schedule's rate, this once. A step whose loss
-        or gradient is not finite changes nothing and is counted. Raises SampleError or RoutingTraceError before anything is run.
+        or gradient is not finite changes nothing and is counted. Raises SampleError or RoutingTraceError before
+        anything is run.
         """
         self._check(samples, self.replays)
         result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays, lr=lr)
