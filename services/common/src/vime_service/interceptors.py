@@ -1,4 +1,6 @@
-"""The one interceptor of every vime server: span, rights, deadline, errors, and what is in flight, in that order.
+"""The one interceptor of every vime server: span, rights, request, deadline, errors, and what is in flight.
+
+In that order: the bytes of a caller without rights are never parsed.
 
 Streaming handlers may be async generators or may use `context.write`. A generator is closed as soon as its call ends,
 also when the caller cancels: its `finally` frees the engine slot at once, not when the garbage collector comes by.
@@ -13,16 +15,18 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from vime_client.logs import get_logger
 from vime_service.auth import Gate
 from vime_service.deadlines import Deadline, _server_bound
 from vime_service.error_mapping import abort_for, abort_with
-from vime_service.errors import DeadlineExceeded, Draining
+from vime_service.errors import DeadlineExceeded, Draining, InvalidArgument
 from vime_service.telemetry import server_span
 
 _log = get_logger(__name__)
 Behaviour = Callable[[Any, Any], Awaitable[Any]]
+Parse = Callable[[bytes], Any]
 
 
 class InFlight:
@@ -100,16 +104,20 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
             return handler
         method = str(handler_call_details.method)
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        behaviour = self._around(method, _streaming(inner) if handler.response_streaming else inner)
+        # A single request comes to us as bytes, and is parsed once its caller is known. Streams of requests (gRPC's own
+        # reflection; none of ours) are parsed by gRPC.
+        parse: Parse | None = None if handler.request_streaming else handler.request_deserializer
+        behaviour = self._around(method, _streaming(inner) if handler.response_streaming else inner, parse)
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)  # type: ignore[arg-type, operator, no-any-return, unused-ignore]
+        by_grpc = handler.request_deserializer if handler.request_streaming else None
+        return make(behaviour, by_grpc, handler.response_serializer)  # type: ignore[arg-type, operator, no-any-return, unused-ignore]
 
-    def _around(self, method: str, behaviour: Behaviour) -> Behaviour:
+    def _around(self, method: str, behaviour: Behaviour, parse: Parse | None) -> Behaviour:
         async def handle(request: Any, context: Any) -> Any:
             span = server_span(method, context, skip=self._untraced(method))
             task = asyncio.current_task()
@@ -117,15 +125,17 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
             self.in_flight.add(task, method)
             try:
                 with span:
-                    return await self._guarded(method, behaviour, request, context)
+                    return await self._guarded(method, behaviour, parse, request, context)
             finally:
                 self.in_flight.remove(task)
 
         return handle
 
-    async def _guarded(self, method: str, behaviour: Behaviour, request: Any, context: Any) -> Any:
+    async def _guarded(self, method: str, behaviour: Behaviour, parse: Parse | None, request: Any, context: Any) -> Any:
         try:
             self._gate.check(method, context)
+            if parse is not None:
+                request = _parsed(method, parse, request)
             return await self._bounded(method, behaviour, request, context)
         except grpc.aio.AbortError:
             raise
@@ -157,6 +167,13 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
             ) from None
         finally:
             _server_bound.reset(token)
+
+
+def _parsed(method: str, parse: Parse, request: bytes) -> Any:
+    try:
+        return parse(request)
+    except DecodeError as error:
+        raise InvalidArgument(f"the request of {method} is no such message: {error}", field="request") from None
 
 
 def _streaming(inner: Callable[[Any, Any], Any]) -> Behaviour:
