@@ -7,7 +7,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command -v $(p))))
-TORCH := torch==2.13.0
+# +cpu: PyPI alone would quietly give the CUDA build, which does not even import without its 3 GB of libraries.
+TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DISTS := services/common clients/python services/buffer services/router services/rollout services/trainer
 # --no-compile: bytecode of 3 GB takes a minute and a half; what is imported is compiled then.
@@ -31,7 +32,7 @@ $(VENV)/.python:
 
 $(VENV)/.torch: $(VENV)/.python
 	@echo "[setup 2/4] torch, CPU build"
-	@# By itself and first: PyPI alone would give a CUDA build of several GB.
+	@# By itself and first: looking everything up in the extra index costs seconds per package where it is unreachable.
 	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH) 2> >(grep -v -e 'is ignored' -e 'Retrying' >&2)
 	@touch $@
 
