@@ -76,12 +76,12 @@ contracts: setup
 	@$(BIN)/python tests/contract/breaking.py
 
 unit: setup
-	@echo "== unit tests, one distribution after the other"
-	@$(BIN)/python -m pytest -q services clients protos tests/contract
+	@echo "== unit tests of the seven distributions, and contracts old against new"
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile services clients tests/contract
 
 integration: setup
 	@echo "== integration: what crosses services"
-	@$(BIN)/python -m pytest -q tests/integration tests/faults
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration tests/faults
 
 e2e: setup
 	@echo "== end to end: a short real run"
