@@ -88,6 +88,8 @@ class FakeRanks:
     def __init__(self) -> None:
         self.trained: list[int] = []
         self.saved: list[int] = []
+        self.state: dict[str, Any] = {}
+        self.described: list[Version] = []
         self.loaded: list[str | None] = []
         self.sends: list[tuple[int, int]] = []
         self.skip: set[int] = set()
@@ -104,7 +106,7 @@ class FakeRanks:
 
     async def load(self, checkpoint: str | None) -> Loaded:
         self.loaded.append(checkpoint)
-        return Loaded({}, 1)
+        return Loaded(self.state, 1)
 
     async def train(
         self,
@@ -124,6 +126,7 @@ class FakeRanks:
         return Trained(metrics, step in self.skip, ['{"prompt": "1+1="}'], {}, list(group_ids))
 
     async def describe(self, version: Version) -> Described:
+        self.described.append(version)
         return Described(version, None, f"digest-{version}", 100, "127.0.0.1:1", [])
 
     async def send(self, described: Described, generation: int, world: int, timeout_s: float) -> float:
@@ -134,6 +137,7 @@ class FakeRanks:
 
     async def save(self, step: int, state: dict[str, Any], hf: bool) -> Saved:
         self.saved.append(step)
+        self.state = state
         self.kept = [*self.kept, step][-2:]
         return Saved(f"/checkpoints/{step}", self.kept)
 
@@ -151,6 +155,8 @@ class FakeLedger:
         self.evals = evals or {}
         self.opened_from: list[tuple[int, int]] = []
         self.retained_at: int | None = None
+        self.always_full = False
+        self.evals_end = True
 
     async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
         self.incarnation = max(self.incarnation, highest_known) + 1
@@ -165,6 +171,8 @@ class FakeLedger:
         await asyncio.sleep(0)
         if self.ends_after is not None and step > self.ends_after:
             return Batch(ended=True, blocked_by="end_of_data")
+        if self.always_full:
+            return Batch(blocked_by="retained_bytes", counts={"consumed_bytes": 9, "retained_bytes": 8})
         if self.retained_at == step and (step - 1) not in [saved for saved, _ in self.committed]:
             return Batch(blocked_by="retained_bytes", counts={"bytes": 1})
         if self.empty_answers:
@@ -175,14 +183,17 @@ class FakeLedger:
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
     ) -> Completed:
+        again = any(done == step for _, done, *_ in self.completed)
         self.completed.append((incarnation, step, trained, published, final))
+        if final and again:  # the real one names all rounds of the step, those opened before, too
+            return Completed(False, [*self.evals.get(step, []), "eval/final"])
         return Completed(False, self.evals.get(step, []))
 
     async def checkpoint_committed(self, incarnation: int, step: int, oldest_kept_step: int) -> None:
         self.committed.append((step, oldest_kept_step))
 
     async def eval_round(self, table: str, step: int) -> EvalRound:
-        return EvalRound(True, {table: 0.5}, "done")
+        return EvalRound(self.evals_end, {table: 0.5}, "done" if self.evals_end else "0 of 3 prompts")
 
     async def counts(self) -> dict[str, float]:
         return {"buffer/groups_stored": 0.0}

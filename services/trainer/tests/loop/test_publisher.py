@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from vime_trainer.loop.ports import RankDied
+from vime_trainer.loop.ports import RankDied, Refused
 from vime_trainer.loop.publisher import PublishConfig, Publisher, PublishFailed
 from vime_trainer.loop.versions import Version
 
@@ -81,6 +83,7 @@ async def test_a_joiner_is_brought_to_the_current_version_without_touching_the_o
     fleet.engines["late"] = make_engine("late")
     assert await publisher.catch_up(version) == ["late"]
     assert await publisher.catch_up(version) == []
+    assert ranks.described == [version]  # described again, its canary would be that of weights trained since
     assert fleet.engines["late"].serving == version
     assert ranks.sends[-1][1] == 2
 
@@ -92,3 +95,35 @@ async def test_a_rank_that_dies_ends_the_publish(make_engine, make_fleet, ranks,
     ranks.send = die
     with pytest.raises(RankDied):
         await Publisher(CONFIG, make_fleet(make_engine("a")), ranks).publish(version)
+
+
+async def test_a_rank_that_dies_in_the_transfer_ends_it_before_the_engines_notice(
+    make_engine, make_fleet, ranks, version
+):
+    async def die(*_: object) -> float:
+        raise RankDied("rank 0 was killed by SIGKILL")
+
+    async def wait(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    fleet = make_fleet(make_engine("a"))
+    ranks.send, fleet.await_staged = die, wait
+    with pytest.raises(RankDied):
+        await asyncio.wait_for(Publisher(CONFIG, fleet, ranks).publish(version), 2.0)
+
+
+async def test_a_member_that_breaks_every_group_does_not_keep_the_others_from_the_version(
+    make_engine, make_fleet, ranks, version
+):
+    fleet = make_fleet(make_engine("a"), make_engine("b"), make_engine("c"))
+    send = ranks.send
+
+    async def without_b(described, generation, world, timeout_s):
+        if fleet.engines["b"].joined[0] == generation:
+            raise Refused("rank 2 of the group never came")
+        return await send(described, generation, world, timeout_s)
+
+    ranks.send = without_b
+    published = await Publisher(CONFIG, fleet, ranks).publish(version)
+    assert published.committed == ["a", "c"]
+    assert published.failed == {"b": "transfer: rank 2 of the group never came"}

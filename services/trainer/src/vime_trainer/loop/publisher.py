@@ -96,7 +96,10 @@ class Publisher:
         total = _Attempt()
         for attempt in range(self._config.max_attempts):
             members = await self._wait_for_members(version, total)
-            await self._attempt(described, members, total)
+            # The group fails as a whole: the last attempt shows which member it was, and saves the others.
+            alone = 0 < attempt == self._config.max_attempts - 1
+            for group in [[member] for member in members] if alone else [members]:
+                await self._attempt(described, group, total)
             if len(total.committed) >= self._config.min_engines and not self._left(members, total):
                 break
             logger.warning("publish %s, attempt %d: %s", version, attempt + 1, total.failed)
@@ -113,13 +116,14 @@ class Publisher:
 
         Returns the engines that committed; a failure is logged and left for the next call, since the fleet serves.
         """
-        if self._current is None or self._current.version != version:
+        described = self._current
+        if described is None or described.version != version:
             return []
         lagging = [m for m in await self._fleet.members(version) if m.usable and m.serving != version]
         if not lagging:
             return []
-        described = await self._ranks.describe(version)
         attempt = _Attempt()
+        # As it was published: the ranks may have trained on since, and a new canary would be that of other weights.
         await self._attempt(described, lagging, attempt)
         if attempt.failed:
             logger.warning("catching up to %s: %s", version, attempt.failed)
@@ -182,33 +186,44 @@ class Publisher:
         sending = asyncio.create_task(
             self._ranks.send(described, generation, len(members) + 1, self._config.transfer_timeout_s)
         )
+        waits = [(m, self._fleet.await_staged(m, described.version)) for m in members]
+        staging = asyncio.create_task(self._each(waits, total))
         try:
-            waits = [(m, self._fleet.await_staged(m, described.version)) for m in members]
-            staged = await self._each(waits, total)
-            # bounded by: the transfer's time-out, after which the ranks count as dead
-            await sending
+            # bounded by: the transfer's time-out on both sides. A sender that failed or died ends it at once.
+            await asyncio.wait({sending, staging}, return_when=asyncio.FIRST_EXCEPTION)
+            if sending.done():
+                sending.result()
+            staged = await staging
         except Refused as error:  # the sending side of the transfer failed: nobody can be trusted to be complete
             for member in members:
                 total.failed.setdefault(member.engine_id, f"transfer: {error}")
             await self._abort(members, described.version, str(error))
             return []
         finally:
-            sending.cancel()
+            for task in (sending, staging):
+                task.cancel()
+            await asyncio.gather(sending, staging, return_exceptions=True)
         total.sent += described.total_bytes * len(members)
         return [m for m, _ in staged]
 
     @staticmethod
     async def _each(calls: Sequence[tuple[Member, Awaitable[T]]], total: _Attempt) -> list[tuple[Member, T]]:
         """Await all calls at once; members that refuse go into `total.failed` with their reason."""
-        answers = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
+
+        async def ask(member: Member, call: Awaitable[T]) -> tuple[Member, T] | None:
+            try:
+                # bounded by: the deadline of the leg
+                return member, await call
+            except Refused as error:
+                total.failed[member.engine_id] = str(error)
+                return None
+
         good: list[tuple[Member, T]] = []
-        for (member, _), answer in zip(calls, answers, strict=True):
-            if isinstance(answer, Refused):
-                total.failed[member.engine_id] = str(answer)
-            elif isinstance(answer, BaseException):
+        for answer in await asyncio.gather(*(ask(m, call) for m, call in calls), return_exceptions=True):
+            if isinstance(answer, BaseException):
                 raise answer
-            else:
-                good.append((member, answer))
+            if answer is not None:
+                good.append(answer)
         return good
 
     async def _abort(self, members: Sequence[Member], version: Version, cause: str) -> None:
