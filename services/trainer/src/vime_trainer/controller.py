@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class _Mode:
     holder: str
     ttl_s: float
     expires: float
+    calls: int = 0
+    """Calls of the holder that run now: the lease does not run out under them."""
 
 
 class Trainer:
@@ -49,7 +52,7 @@ class Trainer:
         self._expected: tuple[type[Exception], ...] = (*expected_failures, LoopFailed)
         self._loop: TrainingLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._mode: _Mode | None = None
 
     @property
@@ -70,26 +73,34 @@ class Trainer:
             logger.warning("the ranks did not start ahead of the loop: %s", error)
 
     async def start(self) -> Status:
-        """Start the loop; nothing if it runs. Raises ModeHeld."""
+        """Start the loop; nothing if it runs. Raises ModeHeld; FailedPrecondition while a stop is under way."""
         mode = self._live_mode()
         if mode is not None:
             raise ModeHeld(f"{mode.holder} drives single steps", mode="single steps", holder=mode.holder)
         if self._task is None or self._task.done():
             self._marker.parent.mkdir(parents=True, exist_ok=True)
             self._marker.touch()
-            self._stopping = False
+            self._stopping.clear()
+            self._events.reopen()
             self._task = asyncio.create_task(self._run(), name="training-loop")
+        elif self._stopping.is_set():
+            raise FailedPrecondition(
+                "the loop ends after the step in hand; start it again then", state="stopping", wanted="ended"
+            )
         return self.status
 
     async def stop(self, now: bool) -> Status:
         """End the loop after the step in hand, or at once."""
-        self._stopping = True
+        self._stopping.set()
         self._marker.unlink(missing_ok=True)
         if self._loop is not None:
             self._loop.stop()
         if self._task is not None and now:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            if self.status.state not in (State.FINISHED, State.FAILED):
+                await self._set(State.FINISHED, "")
+            await self._events.close()
         return self.status
 
     async def close(self) -> None:
@@ -104,6 +115,8 @@ class Trainer:
         """Incarnation after incarnation until the last step, a stop or a failure."""
         try:
             await self._incarnations()
+            if self.status.state is not State.FINISHED:  # stopped between two incarnations
+                await self._set(State.FINISHED, "")
             self._marker.unlink(missing_ok=True)
         except self._expected as error:
             logger.error("the run failed: %s", error)
@@ -118,11 +131,13 @@ class Trainer:
 
     async def _incarnations(self) -> None:
         restarts = 0
-        while not self._stopping:
+        while not self._stopping.is_set():
             began = time.monotonic()
             try:
                 await self._set(State.STARTING, "", "starting the ranks")
                 await self._ranks.start()
+                if self._stopping.is_set():
+                    return
                 self._loop = self._make_loop()
                 await self._loop.run()
                 return
@@ -149,17 +164,28 @@ class Trainer:
         mode = self._live_mode()
         if mode is not None:
             raise ModeHeld(f"{mode.holder} drives single steps", mode="single steps", holder=mode.holder)
-        granted = self._mode = _Mode(secrets.token_urlsafe(12), holder, ttl_s, time.monotonic() + ttl_s)
+        granted = self._mode = _Mode(secrets.token_urlsafe(12), holder, ttl_s, time.monotonic() + ttl_s, 1)
         try:
             await self._ranks.start()
             await self._ranks.load(None)
         except BaseException:
             self._mode = None
             raise
-        granted.expires = time.monotonic() + ttl_s
+        granted.calls, granted.expires = 0, time.monotonic() + ttl_s
         return granted.lease_id
 
-    def check_mode(self, lease_id: str) -> None:
+    @contextmanager
+    def driving(self, lease_id: str) -> Iterator[None]:
+        """A call of the holder. The lease is renewed, lasts as long as the call, and is renewed again at its end."""
+        mode = self._renewed(lease_id)
+        mode.calls += 1
+        try:
+            yield
+        finally:
+            mode.calls -= 1
+            mode.expires = time.monotonic() + mode.ttl_s
+
+    def _renewed(self, lease_id: str) -> _Mode:
         """Renew the mode lease. Raises FailedPrecondition if it is not the current one."""
         mode = self._live_mode()
         if mode is None or not secrets.compare_digest(mode.lease_id, lease_id):
@@ -167,14 +193,15 @@ class Trainer:
                 "the mode lease is unknown or over; AcquireMode gives one", state="no mode lease", wanted="mode lease"
             )
         mode.expires = time.monotonic() + mode.ttl_s
+        return mode
 
     def release_mode(self, lease_id: str) -> None:
         """Give the mode lease back."""
-        self.check_mode(lease_id)
+        self._renewed(lease_id)
         self._mode = None
 
     def _live_mode(self) -> _Mode | None:
-        if self._mode is not None and time.monotonic() > self._mode.expires:
+        if self._mode is not None and not self._mode.calls and time.monotonic() > self._mode.expires:
             logger.warning("the mode lease of %s ran out", self._mode.holder)
             self._mode = None
         return self._mode

@@ -63,6 +63,8 @@ class TrainerServicer(TrainerServiceServicer):
         if not request.holder:
             raise InvalidArgument("holder is empty: name who drives", field="holder")
         ttl_s = to_seconds(request.ttl) if request.HasField("ttl") else _MODE_TTL_S
+        if ttl_s <= 0:
+            raise InvalidArgument(f"ttl {ttl_s:g} s is over at once: give a positive one", field="ttl", actual=ttl_s)
         try:
             return pb.AcquireModeResponse(mode_lease_id=await self._trainer.acquire_mode(request.holder, ttl_s))
         except (RankDied, CommandFailed) as error:
@@ -75,12 +77,12 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> pb.TrainStepResponse:
         """One step on the groups given."""
-        self._trainer.check_mode(request.mode_lease_id)
-        if not request.groups:
-            raise InvalidArgument("groups is empty: nothing to train on", field="groups")
         rate = request.learning_rate if request.HasField("learning_rate") else None
         try:
-            trained = await self._ranks.train_groups(list(request.groups), rate)
+            with self._trainer.driving(request.mode_lease_id):
+                if not request.groups:
+                    raise InvalidArgument("groups is empty: nothing to train on", field="groups")
+                trained = await self._ranks.train_groups(list(request.groups), rate)
         except CommandFailed as error:
             raise InvalidArgument(str(error), field="groups") from error
         except RankDied as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -61,13 +62,18 @@ class EvalEvent:
 Event = StepEvent | EvalEvent | Status
 
 
+def _first_sequence() -> int:
+    """Milliseconds since 1970: above every sequence of an earlier process of this host, and exact in a double."""
+    return time.time_ns() // 1_000_000
+
+
 @dataclass
 class EventLog:
-    """The last `limit` events, numbered from 1, and a wake-up for those who wait for the next."""
+    """The last `limit` events, numbered one by one, and a wake-up for those who wait for the next."""
 
     limit: int = 10_000
     _events: deque[tuple[int, Event]] = field(default_factory=deque)
-    _sequence: int = 0
+    _sequence: int = field(default_factory=_first_sequence)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _closed: bool = False
 
@@ -86,10 +92,15 @@ class EventLog:
             self._closed = True
             self._changed.notify_all()
 
+    def reopen(self) -> None:
+        """A loop starts again: watches last until the next close."""
+        self._closed = False
+
     async def watch(self, after: int) -> AsyncIterator[tuple[int, Event]]:
         """Events with a sequence above `after`, past ones first; ends when the log is closed.
 
-        A sequence that this process never gave comes from an earlier life of the trainer: it starts from the first.
+        A sequence of an earlier life of the trainer is below all of this one's, so everything is new to its watcher;
+        one that this process never gave (the clock was set back) starts from the first, too.
         """
         seen = after if after <= self._sequence else 0
         while True:
