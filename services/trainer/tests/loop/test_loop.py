@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -145,6 +146,69 @@ async def test_the_end_of_the_data_ends_the_loop(build, make_ledger, ranks):
     assert loop.status.state is State.FINISHED
     assert [(step, final) for _, step, _, _, final in loop.test_ledger.completed] == [(1, False), (2, False), (2, True)]
     assert ranks.saved == [2]
+
+
+async def test_a_ledger_that_stays_full_after_a_checkpoint_ends_the_run_with_both_numbers(build, make_ledger, ranks):
+    ledger = make_ledger()
+    ledger.always_full = True
+    with pytest.raises(LoopFailed, match=r"step 3 can have no batch.*consumed_bytes 9, retained_bytes 8"):
+        await build(ledger, resume=Resume("/checkpoints/2", 2, 1)).run()
+    assert ranks.saved == []
+
+
+async def test_a_resumed_checkpoint_is_told_to_the_ledger_again_before_it_is_asked_for_a_batch(build, make_ledger):
+    ledger = make_ledger()
+    ledger.retained_at = 3  # no batch until the ledger has heard of a checkpoint of step 2
+    await build(ledger, resume=Resume("/checkpoints/2", 2, 1, 1)).run()
+    assert ledger.committed[0] == (2, 1)
+    assert [step for _, step, *_ in ledger.completed] == [3, 4]
+
+
+async def test_a_stop_saves_what_was_trained_since_the_last_checkpoint(build, make_ledger, ranks):
+    ledger = make_ledger()
+    loop = build(ledger)
+    train = ranks.train
+
+    async def stop_at_two(step, *arguments, **options):
+        if step == 2:
+            loop.stop()
+        return await train(step, *arguments, **options)
+
+    ranks.train = stop_at_two
+    await loop.run()
+    assert [step for _, step, *_ in ledger.completed] == [1, 2]
+    assert ranks.saved == [2]
+    assert loop.status.state is State.FINISHED
+
+
+async def test_a_stop_waits_for_no_eval_round(build, make_ledger, ranks):
+    ledger = make_ledger(evals={0: ["eval/x"]})
+    ledger.evals_end = False
+    loop = build(ledger)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0.05)
+    loop.stop()
+    await asyncio.wait_for(running, 2.0)
+    assert ranks.trained == []
+    assert loop.status.state is State.FINISHED
+
+
+async def test_a_run_resumed_at_the_end_of_its_data_completes_its_last_step_as_the_final_one(build, make_ledger, ranks):
+    ranks.state = {"trained": False, "skipped_steps": 3}
+    loop = build(make_ledger(ends_after=2), resume=Resume("/checkpoints/2", 2, 1))
+    await loop.run()
+    assert loop.test_ledger.completed == [(2, 2, False, None, True)]
+    assert ranks.saved == [2]
+    assert loop.status.skipped_steps == 3
+
+
+async def test_rounds_that_a_repeated_completion_names_again_are_reported_once(build, make_ledger):
+    loop = build(make_ledger(ends_after=2, evals={2: ["eval/x"]}))
+    await loop.run()
+    assert [(r["table"], r["eval_step"]) for r in records(loop) if "eval_step" in r] == [
+        ("eval/x", 2),
+        ("eval/final", 2),
+    ]
 
 
 async def test_eval_rounds_are_reported_at_their_step(build, make_ledger):

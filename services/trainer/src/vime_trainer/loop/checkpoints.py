@@ -16,6 +16,8 @@ class Resume:
     path: str | None = None
     step: int = 0
     incarnation: int = 0
+    oldest_kept_step: int = 0
+    """The oldest step that can still be resumed from."""
 
     @property
     def step_or_none(self) -> int | None:
@@ -29,11 +31,13 @@ def find_resume(folder: Path) -> Resume:
     Raises CheckpointError if the pointer leads nowhere or the checkpoint says nothing of its run: training from
     scratch over a run that has trained would lose it silently.
     """
-    path = Store(folder, keep_last=1).latest()
+    store = Store(folder, keep_last=1)
+    path = store.latest()
     if path is None:
         return Resume()
     state = read_manifest(path).get("state", {})
     try:
-        return Resume(str(path), int(state["step"]), int(state["incarnation"]))
+        step, incarnation = int(state["step"]), int(state["incarnation"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} does not say its step and incarnation: {error!r}") from error
+    return Resume(str(path), step, incarnation, store.committed().oldest_kept_step)

@@ -99,6 +99,7 @@ class TrainingLoop:
         self._highest_known = 0
         self._skipped_in_a_row = 0
         self._pending_evals: list[tuple[str, int]] = []
+        self._opened_evals: set[tuple[str, int]] = set()
         self._published_step = 0
         self._saved_step = 0
         self._last_completion: _Completion | None = None
@@ -116,15 +117,16 @@ class TrainingLoop:
         """Train to the last step. Raises LoopFailed, PublishFailed, RankDied or what the ledger raises."""
         version = await self._open_incarnation()
         for step in range(version.step + 1, self._settings.steps + 1):
+            await self._report_evals(version)
             if self._stop.is_set():
                 break
-            await self._report_evals(version)
             with _tracer.start_as_current_span("trainer.step", attributes={"vime.train_step": step}):
                 finished = await self._step(step, version)
             if finished is None:  # the data ended before the steps did
                 break
             version = finished
-        await self._report_evals(version, final=True)
+        await self._report_evals(version)
+        await self._save_before_the_end(version)
         await self._say(state=State.FINISHED, activity="")
 
     # ------------------------------------------------------------------ incarnations
@@ -148,14 +150,18 @@ class TrainingLoop:
             opened.rewound_groups,
             opened.requeued_prompts,
         )
+        if resume.path is not None:  # the last life may have died between the pointer's rename and telling the ledger
+            await self._ledger.checkpoint_committed(opened.incarnation, resume.step, resume.oldest_kept_step)
         self._pending_evals.clear()
+        self._opened_evals.clear()
         await self._say(activity="publishing to the fleet", incarnation=opened.incarnation, train_step=resume.step)
         published = await self._publisher.publish(version)
         self._files.incarnation(version, resume.step, opened.rewound_groups, _publish_metrics(published))
         self._open_evals(await self._ledger.announce(version), resume.step)
         self._published_step = self._saved_step = resume.step
-        self._last_completion = None
-        await self._say(state=State.RUNNING, published=version)
+        kept = loaded.state
+        self._last_completion = _Completion(resume.step, kept["trained"], None) if "trained" in kept else None
+        await self._say(state=State.RUNNING, published=version, skipped_steps=int(kept.get("skipped_steps", 0)))
         return version
 
     # ------------------------------------------------------------------ one step
@@ -202,10 +208,16 @@ class TrainingLoop:
                 return batch
             if self._stop.is_set():
                 return Batch(ended=True, blocked_by="stopped")
-            if batch.blocked_by == "retained_bytes" and self._saved_step < step - 1:
-                await self._save(step - 1, policy, final=False)  # only a checkpoint lets the ledger forget payloads
-                continue
             counts = ", ".join(f"{name} {value}" for name, value in sorted(batch.counts.items()))
+            if batch.blocked_by == "retained_bytes":  # only a checkpoint lets the ledger forget payloads
+                if self._saved_step >= step - 1:
+                    raise LoopFailed(
+                        f"step {step} can have no batch: the groups since the oldest of "
+                        f"{self._settings.checkpoint.keep_last} checkpoints fill the ledger's budget ({counts}), and "
+                        f"step {step - 1} is saved already; raise retained_bytes or lower checkpoint.keep_last"
+                    )
+                await self._save(step - 1, policy, final=False)
+                continue
             await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
             if caught_up := await self._publisher.catch_up(policy):
                 logger.info("brought %s to %s", ", ".join(caught_up), policy)
@@ -251,10 +263,18 @@ class TrainingLoop:
         await self._say(activity=f"saving step {step}")
         state = {"run_id": version.run_id, "incarnation": version.incarnation, "step": step}
         state |= {"version_step": version.step, "skipped_steps": self._status.skipped_steps}
+        if self._last_completion is not None:
+            state["trained"] = self._last_completion.trained
         saved = await self._ranks.save(step, state, self._settings.checkpoint.export_hf or final)
         await self._ledger.checkpoint_committed(version.incarnation, step, min(saved.kept_steps))
         self._saved_step = step
         await self._say(checkpoint_step=step)
+
+    async def _save_before_the_end(self, policy: Version) -> None:
+        """A loop that was stopped leaves nothing to be trained again."""
+        done = self._last_completion
+        if done is not None and done.step > self._saved_step:
+            await self._save(done.step, policy, final=False)
 
     # ------------------------------------------------------------------ reports
 
@@ -302,24 +322,33 @@ class TrainingLoop:
         )
 
     def _open_evals(self, tables: list[str], step: int) -> None:
-        self._pending_evals += [(table, step) for table in tables]
+        """Note rounds to report; a repeated call names those that are known, too."""
+        fresh = [(table, step) for table in tables if (table, step) not in self._opened_evals]
+        self._opened_evals.update(fresh)
+        self._pending_evals += fresh
 
-    async def _report_evals(self, policy: Version, final: bool = False) -> None:
-        """Wait for the rounds that are open, and report them. Their time belongs to no step."""
-        while self._pending_evals and not (self._stop.is_set() and not final):
+    async def _report_evals(self, policy: Version) -> None:
+        """Wait for the rounds that are open, and report them; after a stop only those that are done. Their time
+        belongs to no step."""
+        while self._pending_evals:
             table, step = self._pending_evals[0]
             done = await self._await_eval(table, step, policy)
+            if done is None:
+                return
             self._pending_evals.pop(0)
             self._files.evaluation(table, step, done)
             await self._events.add(EvalEvent(table, step, done))
 
-    async def _await_eval(self, table: str, step: int, policy: Version) -> dict[str, float]:
+    async def _await_eval(self, table: str, step: int, policy: Version) -> dict[str, float] | None:
+        """The round's result; None if the loop is stopped first."""
         looked_after = time.monotonic()
         said = 0.0
         while True:
             current = await self._ledger.eval_round(table, step)
             if current.done:
                 return current.metrics
+            if self._stop.is_set():
+                return None
             if time.monotonic() - said > _EVAL_SAY_S:
                 await self._say(activity=f"{table} at step {step}: {current.progress}")
                 said = time.monotonic()
