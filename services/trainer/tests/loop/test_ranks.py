@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vime.trainer.v1 import rank_service_pb2 as pb
-from vime_trainer.adapters.ranks import GrpcRanks
+from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.loop.ports import RankDied
 from vime_trainer.ranks.processes import RankProcesses
 
@@ -17,8 +17,8 @@ from vime_trainer.ranks.processes import RankProcesses
 class Processes(RankProcesses):
     """Ranks that attach by themselves, unless the start shall fail."""
 
-    def __init__(self, failures: int = 0) -> None:
-        super().__init__(Path(), 1, Path())
+    def __init__(self, failures: int = 0, world_size: int = 1) -> None:
+        super().__init__(Path(), world_size, Path())
         self.failures = failures
         self.ranks: GrpcRanks
         self.starts = 0
@@ -27,7 +27,8 @@ class Processes(RankProcesses):
         self.starts += 1
         if self.starts <= self.failures:
             raise OSError("no more processes")
-        await self.ranks.mailbox.attach(environment["VIME_LAUNCH_ID"], 0, "host:1")
+        for rank in range(self._world_size):
+            await self.ranks.mailbox.attach(environment["VIME_LAUNCH_ID"], rank, "host:1")
 
     async def wait_for_death(self, poll_s: float = 0.3) -> str:
         await asyncio.Event().wait()
@@ -35,7 +36,7 @@ class Processes(RankProcesses):
 
 
 def make_ranks(processes: Processes) -> GrpcRanks:
-    ranks = GrpcRanks(processes, 1, Path(), 1, 1, start_timeout_s=2.0, command_timeout_s=5.0)
+    ranks = GrpcRanks(processes, processes._world_size, Path(), 1, 1, start_timeout_s=2.0, command_timeout_s=5.0)
     processes.ranks = ranks
     return ranks
 
@@ -90,3 +91,34 @@ async def test_a_stop_ends_the_command_that_runs_and_those_that_wait():
         await ranks.stop()
         ends = await asyncio.gather(*calls, return_exceptions=True)
     assert [str(end) for end in ends] == ["the ranks were stopped", *["the ranks are not started"] * 2]
+
+
+async def test_a_caller_that_goes_away_leaves_the_command_its_turn_until_every_rank_has_done_it():
+    ranks = make_ranks(Processes())
+    await ranks.start()
+    scoring = asyncio.create_task(ranks.score([], 1.0, replay=False))
+    sequence, _ = await _next(ranks, 0)
+    scoring.cancel()
+    loading = asyncio.create_task(ranks.load(None))
+    await asyncio.sleep(0.05)
+    assert await ranks.mailbox.next(ranks.mailbox._launch_id, 0, sequence, 0.05) is None
+    await _report(ranks, sequence, score=pb.ScoreResult())
+    sequence, command = await _next(ranks, sequence)
+    assert command.WhichOneof("command") == "load"
+    await _report(ranks, sequence, load=pb.LoadResult(parameters=3))
+    assert (await loading).parameters == 3
+    await ranks.stop()
+
+
+async def test_ranks_that_one_of_them_left_alone_in_a_step_are_given_no_other_command():
+    ranks = make_ranks(Processes(world_size=2))
+    await ranks.start()
+    training = asyncio.create_task(ranks.train_groups([], None))
+    sequence, _ = await _next(ranks, 0)
+    await _report(ranks, sequence, error="GroupError: no sample", error_reason="INVALID_FIELD")
+    with pytest.raises(CommandFailed, match="no sample"):
+        await training
+    with pytest.raises(RankDied, match="the other ranks wait for it"):
+        await ranks.load(None)
+    assert ranks.mailbox.used  # so that the next start makes fresh ones
+    await ranks.stop()

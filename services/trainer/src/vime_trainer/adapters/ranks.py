@@ -105,16 +105,28 @@ class GrpcRanks:
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier)
         command.traceparent = carrier.get("traceparent", "")
-        async with self._turn:  # ScoreSamples may come while the loop trains; ranks do one thing at a time
-            if self.mailbox is None:
-                raise RankDied("the ranks are not started")
-            try:
-                results = await self.mailbox.run(command, limit, lambda result: bool(result.error))
-            except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
-                raise RankDied(str(error)) from error
+        await self._turn.acquire()  # ScoreSamples may come while the loop trains; ranks do one thing at a time
+        running = asyncio.create_task(self._in_turn(command, limit))
+        running.add_done_callback(lambda _: self._turn.release())
+        # A caller that goes away does not take the command with it: some ranks may have it, others not yet, and those
+        # would meet in different collectives. The next command waits until it is done.
+        return await asyncio.shield(running)
+
+    async def _in_turn(self, command: Command, limit: float) -> list[Result]:
+        mailbox = self.mailbox
+        if mailbox is None:
+            raise RankDied("the ranks are not started")
+        try:
+            results = await mailbox.run(command, limit, lambda result: bool(result.error))
+        except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
+            raise RankDied(str(error)) from error
         for result in results.values():
             if result.error:
-                raise _error(command, result)
+                failure = _error(command, result)
+                if command.HasField("train") and self._world_size > 1:
+                    # The others may wait in a collective for this rank; the next command must not meet them there.
+                    await mailbox.fail(RankDied(f"{failure}; the other ranks wait for it, only a restart frees them"))
+                raise failure
         return list(results.values())
 
     async def load(self, checkpoint: str | None) -> Loaded:
@@ -205,7 +217,7 @@ class CommandFailed(Exception):
 def _error(command: Command, result: Result) -> Exception:
     name = command.WhichOneof("command") or "command"
     message = f"rank {result.rank} could not {name}: {result.error}"
-    if result.error_reason == "TRANSFER_FAILED":
+    if result.error_reason == "TRANSFER_FAILED" and name == "send":
         return Refused(message)
     # A damaged group is made again by the next incarnation, in its place in the batch.
     return RankDied(message) if result.error_reason == "CORRUPTED" else CommandFailed(message)

@@ -16,6 +16,7 @@ from vime_trainer.algorithm_config import critic_config, needs_reference
 from vime_trainer.config import TrainerSettings
 from vime_trainer.engine import distributed
 from vime_trainer.engine.engine import Engine
+from vime_trainer.engine.errors import EngineError
 from vime_trainer.rank.groups import bare_sample
 from vime_trainer.rank.training import BatchTraining
 from vime_trainer.rank.transfer import Sender, reachable_host
@@ -33,7 +34,7 @@ class Commands:
     def engine(self) -> Engine:
         """The engine; LoadCommand makes it."""
         if self._engine is None:
-            raise RuntimeError("no weights are loaded: LoadCommand comes first")
+            raise EngineError("no weights are loaded: start the loop or acquire the mode first")
         return self._engine
 
     def load(self, command: pb.LoadCommand) -> pb.LoadResult:
@@ -97,11 +98,11 @@ class Commands:
         return pb.SendResult(bytes=stats.nbytes, transfer_time=seconds(stats.seconds))
 
     def save(self, command: pb.SaveCommand) -> pb.SaveResult:
-        """Commit a checkpoint."""
+        """Commit a checkpoint. Its HF folder comes first: a run resumed from the last step exports nothing again."""
         folder, step = Path(command.folder), int(command.train_step)
-        saved = self.engine.save_checkpoint(folder, step, json.loads(command.state_json), int(command.keep_last))
         if command.hf:
             self._export(folder.parent / "hf" / f"step_{step:06d}")
+        saved = self.engine.save_checkpoint(folder, step, json.loads(command.state_json), int(command.keep_last))
         return pb.SaveResult(path=str(saved.path), kept_steps=[saved.oldest_kept_step, saved.step])
 
     def _export(self, folder: Path) -> None:

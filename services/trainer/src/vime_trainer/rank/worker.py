@@ -23,6 +23,7 @@ from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.logs import get_logger
 from vime_service.bulk import BulkError, ManifestError, TransportError
+from vime_trainer.adapters.patience import patiently
 from vime_trainer.config import TrainerConfig
 from vime_trainer.engine.errors import EngineError
 from vime_trainer.rank.commands import Commands
@@ -50,7 +51,8 @@ class RankWorker:
     async def run(self) -> int:
         """Until ExitCommand (0) or until the service is gone (1)."""
         own = ChannelSettings.model_validate(self._settings.credentials.model_dump())
-        channel, buffer = open_channel(self._service, own), open_channel(self._settings.buffer_address, own)
+        once = self._settings.credentials.once()
+        channel, buffer = open_channel(self._service, own), open_channel(self._settings.buffer_address, once)
         self._stub, self._buffer = RankServiceStub(channel), BatchServiceStub(buffer)
         try:
             commands = await self._in_thread(lambda: Commands(self._settings))
@@ -125,16 +127,16 @@ class RankWorker:
         if command.inline_groups:
             return [command.inline_groups[place] for place in mine]
         wanted = [command.group_ids[place] for place in mine]
-        groups: list[TrajectoryGroup] = []
-        if wanted:
-            with rpc_errors("buffer.GetGroups"):
-                async for part in self._buffer.GetGroups(GetGroupsRequest(group_ids=wanted), timeout=_FETCH_S):
-                    groups.extend(part.groups)
+        groups = await patiently("buffer.GetGroups", lambda: self._fetch(wanted)) if wanted else []
         got = [group.group_id for group in groups]
         if got != wanted:
             missing = sorted(set(wanted) - set(got))
             raise GroupError(f"asked for {len(wanted)} groups, got {len(got)} or in another order; missing {missing}")
         return groups
+
+    async def _fetch(self, group_ids: list[str]) -> list[TrajectoryGroup]:
+        stream = self._buffer.GetGroups(GetGroupsRequest(group_ids=group_ids), timeout=_FETCH_S)
+        return [group async for part in stream for group in part.groups]
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
