@@ -84,10 +84,26 @@ def model_of(kind: str) -> type[ServiceConfig]:
 
 
 def service(
-    kind: str, folder: Path, server: ServerConfig | None = None, **addresses: str
+    kind: str,
+    folder: Path,
+    server: ServerConfig | None = None,
+    own: Mapping[str, Any] | None = None,
+    **addresses: str,
 ) -> AbstractAsyncContextManager[Service]:
-    """Run one service with its real wiring inside the block."""
-    config: Any = model_of(kind).model_validate(settings_of(kind, folder, **addresses))
+    """Run one service with its real wiring inside the block.
+
+    Args:
+        kind: one of `KINDS`.
+        folder: where it keeps what it writes.
+        server: its `[server]`; loopback without credentials if unset.
+        own: more of its own section.
+        addresses: `buffer` and `router`, for those that call them.
+    """
+    settings = settings_of(kind, folder, **addresses)
+    for name, value in (own or {}).items():
+        known = settings[kind].get(name)
+        settings[kind][name] = {**known, **value} if isinstance(known, dict) else value
+    config: Any = model_of(kind).model_validate(settings)
     server = server or ServerConfig.model_validate(_QUICK)
     register, start = _wiring(kind, config)
     return serving(kind, f"vime-{kind}", server, register, start)

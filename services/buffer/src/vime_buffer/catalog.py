@@ -44,7 +44,10 @@ def check_root(path: Path, roots: Sequence[Path]) -> Path:
     """
     candidates = [path] if path.is_absolute() else [root / path for root in roots]
     for candidate in candidates:
-        real = candidate.resolve()
+        try:
+            real = candidate.resolve()
+        except ValueError:  # it holds a NUL, which no path may
+            break
         if any(real.is_relative_to(root) for root in roots):
             return real
     raise PermissionDenied(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vime_service.errors import DataLoss, StorageFailed
+from vime_service.errors import DataLoss, InvalidArgument, StorageFailed
 
 SCHEMA_VERSION = 1
 
@@ -167,7 +167,7 @@ class Database:
 
     def run(self, sql: str, *values: object) -> int:
         """Execute; the number of rows changed."""
-        return self._connection.execute(sql, values).rowcount
+        return self._execute(sql, values).rowcount
 
     def many(self, sql: str, rows: Sequence[Sequence[object]]) -> None:
         """Execute once for each row of values."""
@@ -175,17 +175,25 @@ class Database:
 
     def all(self, sql: str, *values: object) -> list[sqlite3.Row]:
         """All rows."""
-        return self._connection.execute(sql, values).fetchall()
+        return self._execute(sql, values).fetchall()
 
     def one(self, sql: str, *values: object) -> sqlite3.Row | None:
         """The first row, or None."""
-        row: sqlite3.Row | None = self._connection.execute(sql, values).fetchone()
+        row: sqlite3.Row | None = self._execute(sql, values).fetchone()
         return row
 
     def value(self, sql: str, *values: object) -> Any:
         """The first column of the first row; None if there is no row."""
-        row = self._connection.execute(sql, values).fetchone()
+        row = self._execute(sql, values).fetchone()
         return row[0] if row else None
+
+    def _execute(self, sql: str, values: Sequence[object]) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(sql, values)
+        except OverflowError:  # the contract counts to 2^64, SQLite to 2^63
+            largest = max(value for value in values if isinstance(value, int))
+            message = f"{largest} is beyond {2**63 - 1}, the largest number that the ledger knows"
+            raise InvalidArgument(message, value=largest, limit=2**63 - 1) from None
 
     def begin(self, how: str = "IMMEDIATE") -> None:
         """Begin a transaction."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -51,12 +52,15 @@ class JsonlSource:
         self.skipped = 0
         self._order: tuple[int, Sequence[int]] | None = None
         try:
-            self._fd = os.open(settings.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without waiting: opening a pipe would last until somebody writes into it.
+            self._fd = os.open(settings.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise InvalidArgument(
                 f"prompt source {settings.path} cannot be read: {error.strerror}", field="source.path"
             ) from None
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise InvalidArgument(f"prompt source {settings.path} is no regular file", field="source.path")
             self._stamp = self._stat()
             self.digest = self._scan()
         except BaseException:
@@ -101,8 +105,8 @@ class JsonlSource:
         return PromptRecord(self.settings.name, epoch, index, text, prompt)
 
     def _stat(self) -> tuple[int, int, int]:
-        stat = os.fstat(self._fd)
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+        now = os.fstat(self._fd)
+        return now.st_ino, now.st_size, now.st_mtime_ns
 
     def _scan(self) -> str:
         hasher = xxhash.xxh3_128()

@@ -362,7 +362,10 @@ def payload_path(root: Path | None, key: str) -> Path:
     """The file of a payload key; refuses keys that leave the configured root."""
     if root is None:
         raise FailedPrecondition("updates.payload_dir is not set: nothing can be pulled", state="unset", wanted="path")
-    path = (root / key).resolve()
+    try:
+        path = (root / key).resolve()
+    except ValueError:  # it holds a NUL, which no path may
+        raise InvalidArgument(f"payload key {key!r} is no path", field="payload.key") from None
     if Path(key).is_absolute() or not path.is_relative_to(root.resolve()):
         raise InvalidArgument(f"payload key {key!r} leaves the payload store", field="payload.key")
     return path
