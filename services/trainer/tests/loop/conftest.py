@@ -157,6 +157,7 @@ class FakeLedger:
         self.retained_at: int | None = None
         self.always_full = False
         self.evals_end = True
+        self.evals_hold = True
 
     async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
         self.incarnation = max(self.incarnation, highest_known) + 1
@@ -193,7 +194,7 @@ class FakeLedger:
         self.committed.append((step, oldest_kept_step))
 
     async def eval_round(self, table: str, step: int) -> EvalRound:
-        return EvalRound(self.evals_end, {table: 0.5}, "done" if self.evals_end else "0 of 3 prompts")
+        return EvalRound(self.evals_end, {table: 0.5}, "done" if self.evals_end else "0 of 3 prompts", self.evals_hold)
 
     async def counts(self) -> dict[str, float]:
         return {"buffer/groups_stored": 0.0}

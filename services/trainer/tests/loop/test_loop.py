@@ -193,6 +193,23 @@ async def test_a_stop_waits_for_no_eval_round(build, make_ledger, ranks):
     assert loop.status.state is State.FINISHED
 
 
+async def test_a_round_that_holds_nothing_up_is_trained_past_and_reported_when_it_is_done(build, make_ledger, ranks):
+    ledger = make_ledger(evals={0: ["eval/x"]})
+    ledger.evals_end = ledger.evals_hold = False
+    loop = build(ledger)
+    train = ranks.train
+
+    async def end_at_three(step, *arguments, **options):
+        ledger.evals_end = step == 3
+        return await train(step, *arguments, **options)
+
+    ranks.train = end_at_three
+    await asyncio.wait_for(loop.run(), 2.0)
+    assert ranks.trained == [1, 2, 3, 4]
+    order = [(r.get("step"), r.get("eval_step")) for r in records(loop) if "step" in r or "eval_step" in r]
+    assert order == [(1, None), (2, None), (3, None), (None, 0), (4, None)]
+
+
 async def test_a_run_resumed_at_the_end_of_its_data_completes_its_last_step_as_the_final_one(build, make_ledger, ranks):
     ranks.state = {"trained": False, "skipped_steps": 3}
     loop = build(make_ledger(ends_after=2), resume=Resume("/checkpoints/2", 2, 1))

@@ -25,6 +25,7 @@ class GrpcLedger:
     def __init__(self, channel: grpc.aio.Channel, table: str = "train") -> None:
         self._batches, self._tables = BatchServiceStub(channel), TableServiceStub(channel)
         self._table = table
+        self._holds: dict[str, bool] = {}
 
     async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
         """See the port."""
@@ -111,7 +112,17 @@ class GrpcLedger:
         }
         metrics |= {f"{table}-pass@{k}": value for k, value in answer.pass_at_k.items()}
         ended = answer.inserted + answer.given_up
-        return EvalRound(answer.done, metrics, f"{ended} of {answer.prompts} prompts")
+        return EvalRound(
+            answer.done, metrics, f"{ended} of {answer.prompts} prompts", await self._holds_training(table)
+        )
+
+    async def _holds_training(self, table: str) -> bool:
+        if table not in self._holds:  # a table's setting is fixed
+            request = table_service_pb2.GetTableRequest(name=table)
+            answer = await patiently("buffer.GetTable", lambda: self._tables.GetTable(request, timeout=_CALL_S))
+            config = answer.table.config
+            self._holds[table] = config.eval_hold if config.HasField("eval_hold") else True
+        return self._holds[table]
 
     async def counts(self) -> dict[str, float]:
         """See the port."""

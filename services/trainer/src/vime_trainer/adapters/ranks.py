@@ -105,7 +105,9 @@ class GrpcRanks:
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier)
         command.traceparent = carrier.get("traceparent", "")
-        await self._turn.acquire()  # ScoreSamples may come while the loop trains; ranks do one thing at a time
+        # ScoreSamples may come while the loop trains; ranks do one thing at a time.
+        # bounded by: the limit of the command in hand
+        await self._turn.acquire()
         running = asyncio.create_task(self._in_turn(command, limit))
         running.add_done_callback(lambda _: self._turn.release())
         # A caller that goes away does not take the command with it: some ranks may have it, others not yet, and those

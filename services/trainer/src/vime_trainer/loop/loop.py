@@ -125,7 +125,7 @@ class TrainingLoop:
             if finished is None:  # the data ended before the steps did
                 break
             version = finished
-        await self._report_evals(version)
+        await self._report_evals(version, final=True)
         await self._save_before_the_end(version)
         await self._say(state=State.FINISHED, activity="")
 
@@ -327,27 +327,26 @@ class TrainingLoop:
         self._opened_evals.update(fresh)
         self._pending_evals += fresh
 
-    async def _report_evals(self, policy: Version) -> None:
-        """Wait for the rounds that are open, and report them; after a stop only those that are done. Their time
-        belongs to no step."""
-        while self._pending_evals:
-            table, step = self._pending_evals[0]
-            done = await self._await_eval(table, step, policy)
+    async def _report_evals(self, policy: Version, final: bool = False) -> None:
+        """Report the rounds that are done; wait for those that hold training up, at the end for all, after a stop for
+        none. Their time belongs to no step."""
+        for table, step in tuple(self._pending_evals):
+            done = await self._await_eval(table, step, policy, final)
             if done is None:
-                return
-            self._pending_evals.pop(0)
+                continue
+            self._pending_evals.remove((table, step))
             self._files.evaluation(table, step, done)
             await self._events.add(EvalEvent(table, step, done))
 
-    async def _await_eval(self, table: str, step: int, policy: Version) -> dict[str, float] | None:
-        """The round's result; None if the loop is stopped first."""
+    async def _await_eval(self, table: str, step: int, policy: Version, final: bool) -> dict[str, float] | None:
+        """The round's result; None if it is not done and not to be waited for."""
         looked_after = time.monotonic()
         said = 0.0
         while True:
             current = await self._ledger.eval_round(table, step)
             if current.done:
                 return current.metrics
-            if self._stop.is_set():
+            if self._stop.is_set() or not (current.holds or final):
                 return None
             if time.monotonic() - said > _EVAL_SAY_S:
                 await self._say(activity=f"{table} at step {step}: {current.progress}")

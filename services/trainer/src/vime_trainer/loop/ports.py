@@ -59,6 +59,8 @@ class EvalRound:
     done: bool
     metrics: dict[str, float]
     progress: str
+    holds: bool = True
+    """Training waits for it. Rounds that hold nothing up are reported when they are done, at the latest at the end."""
 
 
 class Ledger(Protocol):

@@ -193,6 +193,7 @@ class Publisher:
             await asyncio.wait({sending, staging}, return_when=asyncio.FIRST_EXCEPTION)
             if sending.done():
                 sending.result()
+            # bounded by: the deadline that each leg gave its call
             staged = await staging
         except Refused as error:  # the sending side of the transfer failed: nobody can be trusted to be complete
             for member in members:
