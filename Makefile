@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup protos demo test test-peers unit integration e2e lint types contracts bench chaos clean
+.PHONY: help setup protos demo test test-all test-peers unit integration e2e lint types contracts bench chaos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -59,7 +59,10 @@ demo: setup ## train a tiny mixture-of-experts model at addition, through all fo
 	@$(BIN)/vime run $(RECIPE) --fresh
 
 # ------------------------------------------------------------------ check
+SELECT := not slow
 test: setup lint types contracts unit integration e2e ## everything CI checks
+test-all: SELECT := slow or not slow
+test-all: test ## the same and what CI has no time for
 
 lint: setup
 	@echo "== ruff, import-linter"
@@ -77,15 +80,15 @@ contracts: setup
 
 unit: setup
 	@echo "== unit tests of the seven distributions, and contracts old against new"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile services clients tests/contract
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(SELECT)" services clients tests/contract
 
 integration: setup
 	@echo "== integration: what crosses services"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration tests/faults
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(SELECT)" tests/integration tests/faults
 
 e2e: setup
 	@echo "== end to end: a short real run"
-	@$(BIN)/python -m pytest -q tests/e2e
+	@$(BIN)/python -m pytest -q -m "$(SELECT)" tests/e2e
 
 PEERS := .peers
 test-peers: setup ## losses and advantages side by side with TRL, from a folder of its own (.peers)

@@ -98,8 +98,8 @@ async def test_K28_odd_counts_give_one_ranks_loss_and_use_every_sample(tmp_path,
     batches = {"seven of 1 to 7": [[1, 2, 3, 4], [5, 6, 7]], "three in one group": [[2, 3, 4]]}
     answers: dict[int, dict[str, pb.TrainStepResponse]] = {1: {}, 2: {}}
     for ranks, got in answers.items():
-        for name, lengths in batches.items():
-            async with trainer(tmp_path / f"{ranks}-{name[:5]}", model, ranks) as stub:
+        async with trainer(tmp_path / str(ranks), model, ranks) as stub:
+            for name, lengths in batches.items():  # each lease of the mode starts from the starting model
                 got[name] = await train(stub, groups(lengths))
     for name, lengths in batches.items():
         one, two = answers[1][name], answers[2][name]
