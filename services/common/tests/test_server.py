@@ -101,7 +101,7 @@ async def test_cancelled_calls_end_at_once_and_leave_nothing_behind(service: Any
 
 async def _until(true: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110  the number of calls has no event
+        while not true():  # the number of calls has no event
             await asyncio.sleep(0.005)
 
 
