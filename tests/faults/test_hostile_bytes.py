@@ -41,7 +41,7 @@ METHODS = [(kind, method) for kind in KINDS for name in SERVICES[kind] for metho
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 OUR_FAULT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 FUZZ = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -363,7 +363,7 @@ def _set_numbers(message: Message, number: int) -> None:
     data=st.binary(max_size=3000),
     start=st.sampled_from([b"", PREFACE, PREFACE + bytes(9), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]),
 )
-@settings(parent=FUZZ, max_examples=60)
+@settings(parent=FUZZ, max_examples=20)
 def test_no_bytes_on_a_port_crash_a_service(target: Target, data: bytes, start: bytes) -> None:
     for kind in KINDS:
         host, _, port = target.system.address(kind).rpartition(":")
