@@ -105,7 +105,8 @@ class EventLog:
         seen = after if after <= self._sequence else 0
         while True:
             async with self._changed:
-                while self._sequence <= seen and not self._closed:
+                # Not by `_sequence`: that of a log without events is above every `seen`, and this would never wait.
+                while not self._closed and not (self._events and self._events[-1][0] > seen):
                     # bounded by: the watcher's own deadline; closing the log wakes it, too
                     await self._changed.wait()
                 fresh = [(number, event) for number, event in self._events if number > seen]
