@@ -41,7 +41,7 @@ METHODS = [(kind, method) for kind in KINDS for name in SERVICES[kind] for metho
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 OUR_FAULT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 FUZZ = settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -155,6 +155,7 @@ def _load(message: Message, bomb: bytes) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_pickle_in_every_field_of_every_call_is_never_run(target: Target) -> None:
     loaded = 0
     in_bytes: set[str] = set()
@@ -271,6 +272,7 @@ def _valid(method: MethodDescriptor) -> bytes:
     return request.SerializeToString()
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @FUZZ
 def test_no_bytes_to_any_method_crash_a_service_or_are_called_its_fault(target: Target, data: st.DataObject) -> None:
@@ -287,6 +289,7 @@ def test_no_bytes_to_any_method_crash_a_service_or_are_called_its_fault(target: 
     assert status not in OUR_FAULT, (path_of(method), bytes(request))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @FUZZ
 def test_messages_with_any_values_in_their_fields_are_answered_or_refused(target: Target, data: st.DataObject) -> None:
@@ -363,7 +366,7 @@ def _set_numbers(message: Message, number: int) -> None:
     data=st.binary(max_size=3000),
     start=st.sampled_from([b"", PREFACE, PREFACE + bytes(9), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]),
 )
-@settings(parent=FUZZ, max_examples=20)
+@settings(parent=FUZZ, max_examples=60)
 def test_no_bytes_on_a_port_crash_a_service(target: Target, data: bytes, start: bytes) -> None:
     for kind in KINDS:
         host, _, port = target.system.address(kind).rpartition(":")

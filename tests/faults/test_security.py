@@ -138,18 +138,23 @@ async def services(tmp_path: Path) -> AsyncIterator[Mapping[str, Service]]:
         yield running
 
 
+PATIENT_S = 4.0
+
+
 async def allowed(channel: grpc.aio.Channel, full_name: str) -> set[str]:
     """Methods of a service that this caller may use, by calling each with an empty request."""
     contracts = Contracts.today()
     found: set[str] = set()
 
-    async def ask(method: Any) -> None:
-        call = call_of(channel, method)(contracts.message(method.input_type.full_name)(), timeout=0.5)
+    async def ask(method: Any, timeout: float = 0.5) -> None:
+        call = call_of(channel, method)(contracts.message(method.input_type.full_name)(), timeout=timeout)
         try:
             await (call.read() if method.server_streaming else call)
         except grpc.aio.AioRpcError as error:
             if error.code() in DENIED:
                 return
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout < PATIENT_S:
+                return await ask(method, PATIENT_S)  # a long poll, or a denial that a busy machine was late with
             if "connect" in str(error.details()).lower():  # never got as far as being allowed
                 raise
         found.add(method.name)
