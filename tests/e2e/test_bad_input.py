@@ -77,4 +77,4 @@ def test_a_busy_port_is_named(run_vime, tmp_path, recipe):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(run_vime, tmp_path, recipe, str(port), settings=(f"router.server.port={port}",))
+        refused(run_vime, tmp_path, recipe, str(port), settings=(f"launcher.ports.router={port}",))
