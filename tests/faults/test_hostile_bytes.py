@@ -155,7 +155,6 @@ def _load(message: Message, bomb: bytes) -> int:
     return count
 
 
-@pytest.mark.slow
 def test_a_pickle_in_every_field_of_every_call_is_never_run(target: Target) -> None:
     loaded = 0
     in_bytes: set[str] = set()
@@ -272,7 +271,6 @@ def _valid(method: MethodDescriptor) -> bytes:
     return request.SerializeToString()
 
 
-@pytest.mark.slow
 @given(data=st.data())
 @FUZZ
 def test_no_bytes_to_any_method_crash_a_service_or_are_called_its_fault(target: Target, data: st.DataObject) -> None:
@@ -289,7 +287,6 @@ def test_no_bytes_to_any_method_crash_a_service_or_are_called_its_fault(target: 
     assert status not in OUR_FAULT, (path_of(method), bytes(request))
 
 
-@pytest.mark.slow
 @given(data=st.data())
 @FUZZ
 def test_messages_with_any_values_in_their_fields_are_answered_or_refused(target: Target, data: st.DataObject) -> None:
