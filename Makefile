@@ -75,7 +75,7 @@ types: setup
 
 contracts: setup
 	@echo "== buf lint, format, breaking"
-	@$(BIN)/buf lint && $(BIN)/buf format --diff --exit-code protos/vime
+	@$(BIN)/buf lint && $(BIN)/buf format --diff --exit-code --path protos/vime
 	@$(BIN)/python tests/contract/breaking.py
 
 unit: setup
