@@ -32,8 +32,8 @@ from vime_trainer.adapters import ledger as ledger_module
 from vime_trainer.adapters import patience
 from vime_trainer.adapters.ledger import GrpcLedger
 
-SLACK = 1.0
-"""How much later than its deadline a call may end."""
+SLACK = 8.0
+"""How much later than its deadline a call may end on a busy machine: far less than any default deadline."""
 SECONDS = 1.0
 ONCE = ChannelSettings(max_attempts=1)
 IN_TIME = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -49,7 +49,7 @@ async def ends_in_time(call: Awaitable[Any], seconds: float = SECONDS) -> grpc.S
     return caught.value.code
 
 
-async def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait until something is true."""
     async with asyncio.timeout(seconds):
         while not true():
@@ -142,7 +142,7 @@ async def test_hundreds_of_calls_into_a_black_hole_leave_no_task_behind(buffer: 
             calls = [tables.GetTable(GetTableRequest(name="train"), timeout=0.3) for _ in range(100)]
             began = time.monotonic()
             ends = await asyncio.gather(*calls, return_exceptions=True)
-            assert time.monotonic() - began < 0.3 + 2 * SLACK
+            assert time.monotonic() - began < 0.3 + SLACK
             assert {end.code() for end in ends} <= set(IN_TIME)
         await until(lambda: len(asyncio.all_tasks()) <= tasks)
     await healthy(buffer)

@@ -31,7 +31,7 @@ from vime_service.bulk import Manifest, VersionKey
 from vime_service.bulk.layout import BucketLayout
 from vime_service.bulk.wire import manifest_to_proto, version_to_proto
 
-PERIOD = 5.0
+PERIOD = 30.0
 """So long that nothing in these tests can be due to the next regular heartbeat."""
 PROMPT = list(range(20))
 
@@ -85,7 +85,7 @@ class System:
 @pytest.fixture
 async def system(tmp_path: Path) -> AsyncIterator[System]:
     made = System(tmp_path)
-    router = Router(RouterSection(heartbeat_period_s=PERIOD, queue_timeout_s=10))
+    router = Router(RouterSection(heartbeat_period_s=PERIOD, queue_timeout_s=20))
     async with (
         serving("router", "vime-router", ServerConfig(grace_seconds=0.1), router.register) as service,
         open_channel(service.address, ChannelSettings(max_attempts=1)) as channel,
@@ -111,7 +111,7 @@ async def test_a_request_fenced_to_new_weights_waits_for_the_commit_and_not_for_
     response = await call
     assert response.engine_id == "e0"
     assert response.samples[0].version_spans[0].weight_version.step == 2
-    assert time.monotonic() - since < 1.5
+    assert time.monotonic() - since < 8
 
 
 async def test_a_stream_whose_engine_stops_ends_on_the_other_with_true_spans_and_all_routes(system: System) -> None:

@@ -101,8 +101,8 @@ async def test_stopping_ends_a_service_that_ignores_sigterm_and_what_it_started(
     grandchild = int(log.read_text().split("grandchild ")[1].split()[0])
     assert alive(grandchild)
     start = time.monotonic()
-    await stop_supervisor(tmp_path, 10)
-    assert time.monotonic() - start < 5
+    await stop_supervisor(tmp_path, 30)
+    assert time.monotonic() - start < 20
     await wait_until(lambda: not alive(grandchild) and not processes_of(tmp_path))
     assert state_of(tmp_path).phase == "stopped"
 

