@@ -155,7 +155,7 @@ def _load(message: Message, bomb: bytes) -> int:
     return count
 
 
-def test_a_pickle_in_every_field_of_every_call_is_never_run(target: Target) -> None:
+def test_k40_a_pickle_in_every_field_of_every_call_is_never_run(target: Target) -> None:
     loaded = 0
     in_bytes: set[str] = set()
     requests: list[tuple[str, MethodDescriptor, bytes]] = []

@@ -94,7 +94,7 @@ async def train(stub: TrainerServiceStub, batch: list[TrajectoryGroup]) -> pb.Tr
     return answer
 
 
-async def test_K28_odd_counts_give_one_ranks_loss_and_use_every_sample(tmp_path, model):
+async def test_k28_odd_counts_give_one_ranks_loss_and_use_every_sample(tmp_path, model):
     batches = {"seven of 1 to 7": [[1, 2, 3, 4], [5, 6, 7]], "three in one group": [[2, 3, 4]]}
     answers: dict[int, dict[str, pb.TrainStepResponse]] = {1: {}, 2: {}}
     for ranks, got in answers.items():

@@ -311,7 +311,7 @@ def test_tables_share_the_steps_of_the_run(make_desk):
         desk.complete(1, table_name="eval/heldout")
 
 
-def test_many_rounds_leave_memory_and_files_flat(make_desk):
+def test_k25_many_rounds_leave_memory_and_files_flat(make_desk):
     """K25: resident memory does not grow with what went through."""
     import resource
 

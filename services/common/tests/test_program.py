@@ -125,7 +125,7 @@ def test_one_signal_stops_the_service_with_code_0(start: Start, tmp_path: Path, 
     assert (tmp_path / "clean").read_text() == "clean"
 
 
-def test_a_second_sigterm_does_not_cut_clean_up_short(start: Start, tmp_path: Path) -> None:
+def test_k38_a_second_sigterm_does_not_cut_clean_up_short(start: Start, tmp_path: Path) -> None:
     process = start(f"marker={tmp_path / 'clean'}", "cleanup_takes_s=1.0")
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ def test_logs_and_spans_land_in_the_run_folder(start: Start, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("collector", ["closed port", "black hole"])
-def test_a_collector_that_is_down_costs_one_warning_and_little_time(
+def test_k39_a_collector_that_is_down_costs_one_warning_and_little_time(
     start: Start, tmp_path: Path, collector: str
 ) -> None:
     from vime_client.channel import ChannelSettings

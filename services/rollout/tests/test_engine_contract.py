@@ -95,7 +95,7 @@ async def test_routes_are_left_out_when_not_asked_for(engine: Engine) -> None:
     assert end.routes is None
 
 
-async def test_cached_prefixes_give_the_same_tokens_and_the_same_rows(engine: Engine) -> None:
+async def test_k08_cached_prefixes_give_the_same_tokens_and_the_same_rows(engine: Engine) -> None:
     first = await last(engine, "a/0", 150)
     again = await last(engine, "b/0", 150)
     longer = await last(engine, "c/0", 166)
@@ -125,7 +125,9 @@ async def test_scores_are_the_logprobs_and_routes_of_generation(engine: Engine) 
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.5])
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Engine, temperature: float) -> None:
+async def test_k03_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    engine: Engine, temperature: float
+) -> None:
     """At one position, over many seeds: logprobs at T are those at 1 divided by T, normalised over the vocabulary."""
     ids = prompt_of(20)
     hot = [await last(engine, f"h{i}/0", 20, seed=i, max_tokens=1, temperature=temperature) for i in range(8)]
@@ -143,7 +145,7 @@ async def test_greedy_takes_the_likeliest_token_whatever_the_seed(engine: Engine
     assert answers[0] == answers[1] == answers[2]
 
 
-async def test_every_eos_id_ends_a_response_and_is_in_it(engine: Engine) -> None:
+async def test_k33_every_eos_id_ends_a_response_and_is_in_it(engine: Engine) -> None:
     ended: dict[int, EngineOutput] = {}
     eos = set(engine.description.eos_token_ids)
     assert len(eos) == 2
@@ -162,7 +164,7 @@ async def test_every_eos_id_ends_a_response_and_is_in_it(engine: Engine) -> None
         assert len(output.end.routes) == 20 + len(output.token_ids) - 1
 
 
-async def test_a_stop_string_that_straddles_tokens_keeps_all_sampled_ids(engine: Engine) -> None:
+async def test_k33_a_stop_string_that_straddles_tokens_keeps_all_sampled_ids(engine: Engine) -> None:
     free = await last(engine, "a/0", seed=3, max_tokens=30)
     pairs = (engine.tokenizer.decode(list(free.token_ids[i : i + 2])) for i in range(2, 28))
     text = next(pair for pair in pairs if len(pair) == 2 and "\ufffd" not in pair)  # one character of each token
@@ -231,7 +233,7 @@ async def test_a_pause_that_keeps_freezes_and_the_request_goes_on_as_if_nothing_
     assert np.abs(np.asarray(output.logprobs) - np.asarray(undisturbed.logprobs)).max() < 1e-4
 
 
-async def test_a_pause_that_aborts_answers_every_caller_with_its_tokens(engine: Engine) -> None:
+async def test_k37_a_pause_that_aborts_answers_every_caller_with_its_tokens(engine: Engine) -> None:
     running = [asyncio.create_task(last(engine, f"a/{i}", max_tokens=400, seed=i)) for i in range(12)]
     await asyncio.gather(*(until_progress(engine, f"a/{i}", 1) for i in range(12)))
     await engine.pause(PauseMode.ABORT)

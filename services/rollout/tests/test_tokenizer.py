@@ -31,14 +31,14 @@ def tokenizer(adds_bos: bool, template: str | None) -> Any:
 
 
 @pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
-def test_a_rendered_chat_has_one_bos_whether_template_or_tokenizer_writes_it(template: str) -> None:
+def test_k34_a_rendered_chat_has_one_bos_whether_template_or_tokenizer_writes_it(template: str) -> None:
     ids = HfTokenizer(tokenizer(True, template)).encode_chat(MESSAGES, None, {})
     assert ids.count(256) == 1
     assert ids[0] == 256
     assert len(ids) == 3
 
 
-def test_plain_text_has_one_bos_also_where_the_text_begins_with_it() -> None:
+def test_k34_plain_text_has_one_bos_also_where_the_text_begins_with_it() -> None:
     ours = HfTokenizer(tokenizer(True, None))
     assert ours.encode_text("hi") == ours.encode_text("<bos>hi") == ours.encode_text("<bos><bos>hi")
     assert ours.encode_text("hi")[0] == 256

@@ -88,7 +88,7 @@ async def test_the_same_version_again_needs_no_transfer_and_commits_at_once(fake
         ({"router.weight": A["router.weight"].bfloat16()}, "router.weight is bfloat16, expected float32"),
     ],
 )
-async def test_tensors_that_do_not_make_up_the_model_are_refused_by_name(
+async def test_k13_tensors_that_do_not_make_up_the_model_are_refused_by_name(
     fake_stack: Stack, change: dict[str, torch.Tensor | None], named: str
 ) -> None:
     await fake_stack.publish(1, A)
@@ -102,7 +102,9 @@ async def test_tensors_that_do_not_make_up_the_model_are_refused_by_name(
     await fake_stack.publish(3, B)
 
 
-async def test_bytes_that_arrive_wrong_fail_the_staging_by_name_and_the_old_version_serves(fake_stack: Stack) -> None:
+async def test_k13_bytes_that_arrive_wrong_fail_the_staging_by_name_and_the_old_version_serves(
+    fake_stack: Stack,
+) -> None:
     await fake_stack.publish(1, A)
     manifest = manifest_of(2, B)
     damaged = {name: tensor.clone() for name, tensor in B.items()}

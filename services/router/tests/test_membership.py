@@ -34,7 +34,7 @@ async def answers(harness: Any, ask: Any, count: int, **fields: Any) -> Counter[
 # ------------------------------------------------------------------ K07
 
 
-async def test_a_restarted_engine_gets_nothing_before_it_serves_a_published_version(harness: Any, ask: Any) -> None:
+async def test_k07_a_restarted_engine_gets_nothing_before_it_serves_a_published_version(harness: Any, ask: Any) -> None:
     engines = [FakeEngine(f"e{i}", served=version(5)) for i in range(2)]
     await harness.join(*engines)
     seen: list[int] = []
@@ -172,7 +172,7 @@ async def test_the_callers_deadline_bounds_the_wait_and_still_brings_the_reason(
     assert caught.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-async def test_a_full_queue_says_its_bound(make_router: Any, ask: Any) -> None:
+async def test_k25_a_full_queue_says_its_bound(make_router: Any, ask: Any) -> None:
     harness = await make_router(max_waiting=2)
     waiting = [asyncio.ensure_future(harness.client.Generate(ask(), timeout=5)) for _ in range(2)]
     await asyncio.sleep(0.1)
@@ -196,7 +196,7 @@ async def test_calls_go_to_the_engines_of_the_model_they_name(harness: Any, ask:
 # ------------------------------------------------------------------ K21
 
 
-async def test_a_dead_engine_costs_at_most_three_calls_a_retry_and_comes_back_within_a_period(
+async def test_k21_a_dead_engine_costs_at_most_three_calls_a_retry_and_comes_back_within_a_period(
     harness: Any, ask: Any
 ) -> None:
     engines = [FakeEngine(f"e{i}", served=version(1)) for i in range(3)]
@@ -238,7 +238,7 @@ async def test_an_engine_that_is_slow_to_take_a_connection_has_not_failed(harnes
             await asyncio.sleep(0.1)
 
 
-async def test_with_one_engine_loaded_new_calls_go_to_the_others_until_counts_level(harness: Any, ask: Any) -> None:
+async def test_k21_with_one_engine_loaded_new_calls_go_to_the_others_until_counts_level(harness: Any, ask: Any) -> None:
     engines = [FakeEngine(f"e{i}", served=version(1), script=Script(silent_seconds=60)) for i in range(3)]
     await harness.join(engines[0])
     calls = [asyncio.ensure_future(harness.client.Generate(ask(), timeout=60)) for _ in range(10)]
@@ -253,7 +253,7 @@ async def test_with_one_engine_loaded_new_calls_go_to_the_others_until_counts_le
         call.cancel()
 
 
-async def test_an_engine_that_tells_no_load_is_named_and_balanced_by_own_counts(
+async def test_k21_an_engine_that_tells_no_load_is_named_and_balanced_by_own_counts(
     harness: Any, ask: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vime_router.metrics import observe_router
@@ -294,7 +294,7 @@ async def test_sessions_follow_their_engine_and_are_counted(harness: Any, ask: A
 # ------------------------------------------------------------------ K22
 
 
-async def test_bad_requests_and_cancels_leave_the_breaker_closed_and_unavailable_opens_it(
+async def test_k22_bad_requests_and_cancels_leave_the_breaker_closed_and_unavailable_opens_it(
     harness: Any, ask: Any
 ) -> None:
     engine = FakeEngine("e0", served=version(1))
@@ -325,7 +325,7 @@ async def test_bad_requests_and_cancels_leave_the_breaker_closed_and_unavailable
     assert reasons[:3] == ["ENGINE_FAILED"] * 3
 
 
-async def test_a_bad_request_is_not_tried_on_other_engines(harness: Any, ask: Any) -> None:
+async def test_k22_a_bad_request_is_not_tried_on_other_engines(harness: Any, ask: Any) -> None:
     engines = [FakeEngine(f"e{i}", served=version(1), script=Script(reject=True)) for i in range(3)]
     await harness.join(*engines)
     with pytest.raises(RpcError), rpc_errors():

@@ -36,7 +36,7 @@ def answer(member: subprocess.Popen[str], threads: ThreadPoolExecutor, seconds: 
 
 
 @pytest.mark.timeout(60)
-def test_a_member_killed_mid_broadcast_is_dropped_and_the_same_version_is_sent_again(
+def test_k17_a_member_killed_mid_broadcast_is_dropped_and_the_same_version_is_sent_again(
     tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     sent = {f"w{i}": torch.randn(1 << 18) for i in range(8)}  # 8 MiB in buckets of 512 KiB

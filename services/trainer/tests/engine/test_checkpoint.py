@@ -108,7 +108,7 @@ def test_optimizer_state_that_is_lost_is_named_and_not_replaced_by_zeros(moe_dir
         restore(engine._updater.optimizer, engine._module, [])
 
 
-def test_weights_that_are_not_finite_are_not_saved_over_healthy_ones(
+def test_k18_weights_that_are_not_finite_are_not_saved_over_healthy_ones(
     moe_dir: Path, tmp_path: Path, sample_maker: Maker
 ) -> None:
     engine = Engine.from_hf(moe_dir, settings())
@@ -149,7 +149,7 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("pattern", ["model.safetensors", "optimizer.*", "generators.*"])
-def test_a_pickle_in_place_of_a_file_is_never_executed(moe_dir: Path, tmp_path: Path, pattern: str) -> None:
+def test_k40_a_pickle_in_place_of_a_file_is_never_executed(moe_dir: Path, tmp_path: Path, pattern: str) -> None:
     marker = tmp_path / "executed"
     pickle.loads(pickle.dumps(_Bomb(marker)))
     assert marker.exists()

@@ -95,6 +95,6 @@ result = {"bad": bad.skipped, "same": same, "good": good.skipped, "steps": engin
 """
 
 
-def test_a_sample_that_is_not_finite_on_one_rank_skips_the_step_on_all(run_ranks: Ranks, moe_dir: Path) -> None:
+def test_k29_a_sample_that_is_not_finite_on_one_rank_skips_the_step_on_all(run_ranks: Ranks, moe_dir: Path) -> None:
     for result in run_ranks(2, SKIP, model=moe_dir):
         assert result == {"bad": True, "same": True, "good": False, "steps": 1}

@@ -57,7 +57,7 @@ def test_a_saved_model_is_the_loaded_one_bit_for_bit(
     assert ("lm_head.weight" in after) == (kind != "tied")
 
 
-def test_a_stored_copy_of_a_tied_head_is_accepted_only_if_it_is_the_embedding(
+def test_k15_a_stored_copy_of_a_tied_head_is_accepted_only_if_it_is_the_embedding(
     tmp_path: Path, dense_config: dict[str, Any], model_writer: Callable[..., Path], weight_maker: Callable[..., Any]
 ) -> None:
     config = dense_config | {"tie_word_embeddings": True}

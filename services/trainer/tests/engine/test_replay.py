@@ -92,7 +92,7 @@ def test_recompute_replays_the_same_routes_in_the_backward_pass(moe_dir: Path, s
         assert all(torch.equal(a, b) for a, b in zip(forward, reversed(again), strict=True))
 
 
-def test_the_router_learns_from_the_lowest_scoring_experts(moe_dir: Path, sample_maker: Maker) -> None:
+def test_k16_the_router_learns_from_the_lowest_scoring_experts(moe_dir: Path, sample_maker: Maker) -> None:
     engine = make(moe_dir)
     probe = sample_maker(3, 6)
     ids = torch.cat([probe.prompt_token_ids, probe.response_token_ids])[None, :-1]

@@ -22,7 +22,7 @@ def trace(rows: int, seed: int = 0) -> torch.Tensor:
     return scores.topk(2, -1).indices.to(torch.uint8)
 
 
-def test_rows_are_sequence_first_because_the_router_is(shape: ModelShape) -> None:
+def test_k09_rows_are_sequence_first_because_the_router_is(shape: ModelShape) -> None:
     a, b = trace(2, 1), trace(5, 2)
     layers = align([a, b], [2, 5], 5, shape)
     assert [tuple(rows.shape) for rows in layers] == [(10, 2), (10, 2)]
@@ -34,7 +34,7 @@ def test_rows_are_sequence_first_because_the_router_is(shape: ModelShape) -> Non
             assert rows[position * 2 + 1].tolist() == b[position, layer].tolist()
 
 
-def test_padding_is_spread_over_all_experts_and_not_counted(shape: ModelShape) -> None:
+def test_k09_padding_is_spread_over_all_experts_and_not_counted(shape: ModelShape) -> None:
     rows = sentinel(16, shape)
     assert torch.bincount(rows.flatten(), minlength=8).tolist() == [4] * 8
     assert (rows[:, 0] != rows[:, 1]).all()

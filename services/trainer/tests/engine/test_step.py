@@ -103,7 +103,7 @@ def test_temperature_scaled_logprob_of_a_known_distribution() -> None:
 
 
 @pytest.mark.parametrize("fault", ["ratio overflow", "infinite gradient"])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_trains(
+def test_k29_a_step_that_is_not_finite_changes_nothing_and_the_next_one_trains(
     moe_dir: Path, sample_maker: Maker, fault: str
 ) -> None:
     engine = make(moe_dir, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=4))

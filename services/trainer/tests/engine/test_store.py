@@ -35,7 +35,7 @@ def test_a_saved_checkpoint_is_the_latest_and_carries_its_state(tmp_path: Path) 
     assert names(tmp_path) == [POINTER, "step_000003"]
 
 
-def test_retention_keeps_the_newest_and_says_how_far_back_one_can_go(tmp_path: Path) -> None:
+def test_k18_retention_keeps_the_newest_and_says_how_far_back_one_can_go(tmp_path: Path) -> None:
     store = Store(tmp_path, keep_last=2)
     for step in range(1, 6):
         save(store, step)
@@ -45,7 +45,7 @@ def test_retention_keeps_the_newest_and_says_how_far_back_one_can_go(tmp_path: P
         Store(tmp_path, keep_last=0)
 
 
-def test_what_a_torn_save_left_is_ignored_and_later_removed(tmp_path: Path) -> None:
+def test_k18_what_a_torn_save_left_is_ignored_and_later_removed(tmp_path: Path) -> None:
     store = Store(tmp_path, keep_last=1)
     good = save(store, 1)
     (store.begin(2, "torn") / "weights").write_text("half")
@@ -113,7 +113,7 @@ for step in itertools.count(int(sys.argv[2])):
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_no_older_than_the_last_reported(tmp_path: Path) -> None:
+def test_k18_a_kill_at_any_moment_leaves_a_complete_checkpoint_no_older_than_the_last_reported(tmp_path: Path) -> None:
     generator = random.Random(0)
     reported = 0
     for _ in range(10):
@@ -155,7 +155,7 @@ except OSError as error:
 """
 
 
-def test_no_space_fails_the_save_and_leaves_the_old_one_usable(tmp_path: Path) -> None:
+def test_k18_no_space_fails_the_save_and_leaves_the_old_one_usable(tmp_path: Path) -> None:
     good = save(Store(tmp_path, keep_last=1), 1)
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     env = os.environ | {"PYTHONPATH": _path()}

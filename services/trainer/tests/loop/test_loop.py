@@ -80,7 +80,7 @@ async def test_a_skipped_step_publishes_nothing_and_the_version_stays(build, mak
     assert loop.status.skipped_steps == 1
 
 
-async def test_too_many_skips_in_a_row_end_the_run_with_the_number(build, make_ledger, ranks):
+async def test_k29_too_many_skips_in_a_row_end_the_run_with_the_number(build, make_ledger, ranks):
     ranks.skip = {2, 3}
     loop = build(make_ledger(), faults=FaultConfig(max_skipped_in_a_row=2))
     with pytest.raises(LoopFailed, match=r"2 steps in a row .* step 3"):

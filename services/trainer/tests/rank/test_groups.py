@@ -57,7 +57,7 @@ def advantages(groups, config=None):
     return share, samples, made
 
 
-def test_K10_an_aborted_and_an_unscored_sample_stay_out_and_are_named():
+def test_k10_an_aborted_and_an_unscored_sample_stay_out_and_are_named():
     aborted = sample(1, 0.0, status=trajectory_pb2.SAMPLE_STATUS_ABORTED)
     failed = sample(2, None, unscored_reason=trajectory_pb2.UNSCORED_REASON_RAISED, unscored_detail="ConnectionError")
     share, samples, _ = advantages([group(sample(0, 1.0), aborted, failed, sample(3, 0.0))])
@@ -86,7 +86,7 @@ def test_groups_are_told_apart_by_id_whatever_their_sizes():
     assert got == [0.7071, -0.7071, 1.5, -0.5, -0.5, -0.5]
 
 
-def test_K11_a_masked_truncated_sample_keeps_its_ids_and_leaves_loss_and_denominators():
+def test_k11_a_masked_truncated_sample_keeps_its_ids_and_leaves_loss_and_denominators():
     config = AlgorithmConfig(mask_truncated=True)
     share, samples, _ = advantages([group(sample(0, 1.0), sample(1, 0.0, status=CUT))], config)
     assert samples[1].response_token_ids.tolist() == [10, 11, 12]
@@ -97,7 +97,7 @@ def test_K11_a_masked_truncated_sample_keeps_its_ids_and_leaves_loss_and_denomin
     assert measured["rollout/response_len/mean"] == 3
 
 
-def test_K11_length_metrics_count_every_sample():
+def test_k11_length_metrics_count_every_sample():
     share, _, _ = advantages([group(sample(0, 1.0, 10), sample(1, 0.0, 20, status=CUT), sample(2, 0.0, 30))])
     measured = rollout_measures(share, LOCAL)
     assert (measured["rollout/response_len/mean"], measured["rollout/response_len/max"]) == (20, 30)
@@ -105,7 +105,7 @@ def test_K11_length_metrics_count_every_sample():
     assert measured["rollout/truncated_ratio"] == pytest.approx(1 / 3)
 
 
-def test_K02_logprobs_of_another_length_are_refused_with_both_numbers():
+def test_k02_logprobs_of_another_length_are_refused_with_both_numbers():
     bad = sample(0, 1.0)
     del bad.rollout_logprobs[:]
     bad.rollout_logprobs.extend([-0.1] * 4)
@@ -113,7 +113,7 @@ def test_K02_logprobs_of_another_length_are_refused_with_both_numbers():
         select([group(bad)], [0], AlgorithmConfig())
 
 
-def test_K04_routing_rows_must_cover_the_consumed_tokens():
+def test_k04_routing_rows_must_cover_the_consumed_tokens():
     short = sample(0, 1.0)
     short.routed_experts.CopyFrom(RoutingTrace(segments=[routes(np.zeros((3, 2, 2), np.uint8))]))
     with pytest.raises(RoutingTraceError, match="4 consumed tokens but 3 routing rows"):

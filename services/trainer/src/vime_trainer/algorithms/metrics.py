@@ -61,7 +61,7 @@ class Averages:
         self.tokens_B = mask.tokens_B
         self._over_tokens = over_tokens
         self._sums: dict[str, Tensor] = {}
-        self._affine: dict[str, tuple[float, float]] = {}
+        self._scale: dict[str, float] = {}
         self._per_sample: set[str] = set()
 
     def join(self, others: Sequence[Averages]) -> None:
@@ -75,26 +75,31 @@ class Averages:
         name: str,
         x_BT: Tensor,
         *,
-        zeroed: bool = False,
-        offset: float = 0.0,
+        masked: float | None = None,
         scale: float = 1.0,
         per_sample: bool = False,
     ) -> None:
-        """Report `offset` + `scale` times the mean of `x_BT`, which is finite where masked.
+        """Report `scale` times the mean of `x_BT`, which is finite where masked.
 
-        `zeroed`: it is 0 there, which saves a pass over memory. [B, 1] stands for a value shared by the sample's
-        tokens. `per_sample`: a mean of per-sample means, whatever the loss does.
+        `masked`: the value that it has there, if it has but one; that saves a pass over memory. [B, 1] stands for a
+        value shared by the sample's tokens. `per_sample`: a mean of per-sample means, whatever the loss does.
         """
         x_BT = x_BT.detach()
-        shared = x_BT.shape[-1] == 1
-        self._sums[name] = x_BT.sum(-1) if zeroed and not shared else self.mask.sum(x_BT)
-        self._affine[name] = (offset, scale)
+        steps = x_BT.shape[-1]
+        if masked is None or steps == 1:
+            sum_B = self.mask.sum(x_BT)
+        else:
+            sum_B = x_BT.sum(-1)
+            if masked != 0:
+                sum_B = sum_B.double() - masked * (steps - self.tokens_B)
+        self._sums[name] = sum_B.double()
+        self._scale[name] = scale
         if per_sample:
             self._per_sample.add(name)
 
     def same(self, name: str, other: str) -> None:
         """Report under `name` what `other` reports."""
-        self._sums[name], self._affine[name] = self._sums[other], self._affine[other]
+        self._sums[name], self._scale[name] = self._sums[other], self._scale[other]
 
     def metrics(self) -> Metrics:
         """All of them; every micro-batch and rank has the same names."""
@@ -104,10 +109,8 @@ class Averages:
         has_tokens_B = (tokens_B > 0).double()
         weights_B2 = torch.stack([has_tokens_B / tokens_B.clamp(min=1), has_tokens_B], dim=1)
         samples, tokens = has_tokens_B.sum(), tokens_B.sum()
-        totals_M2 = torch.stack(list(self._sums.values())).double() @ weights_B2
-        affine_M2 = torch.tensor(list(self._affine.values()), dtype=torch.float64, device=tokens.device)
-        offset_M1, scale_M1 = affine_M2[:, :1], affine_M2[:, 1:]
-        means, sums = (scale_M1 * totals_M2 + offset_M1 * torch.stack([samples, tokens])).unbind(1)
+        scale_M1 = torch.tensor(list(self._scale.values()), dtype=torch.float64, device=tokens.device)[:, None]
+        means, sums = (scale_M1 * (torch.stack(list(self._sums.values())) @ weights_B2)).unbind(1)
         return {
             name: Metric(mean, samples) if name in self._per_sample or not self._over_tokens else Metric(total, tokens)
             for name, mean, total in zip(self._sums, means.unbind(), sums.unbind(), strict=True)

@@ -29,11 +29,11 @@ def mismatch_metrics(
     delta_BT = train_BT - rollout_BT
     k3_BT = torch.expm1(delta_BT) - delta_BT
     averages = Averages(mask, over_tokens)
-    averages.add("train_rollout_logprob_abs_diff", delta_BT.abs(), zeroed=True, per_sample=True)
-    averages.add("mismatch_kl", k3_BT, zeroed=True)
-    averages.add("mis_kl", -delta_BT, zeroed=True)
-    averages.add("mis_k3_kl", k3_BT, zeroed=True)
-    averages.add("mis_chi2_token", torch.expm1((2 * delta_BT).clamp(max=LOG_BOUND)), zeroed=True)
+    averages.add("train_rollout_logprob_abs_diff", delta_BT.abs(), masked=0.0, per_sample=True)
+    averages.add("mismatch_kl", k3_BT, masked=0.0)
+    averages.add("mis_kl", -delta_BT, masked=0.0)
+    averages.add("mis_k3_kl", k3_BT, masked=0.0)
+    averages.add("mis_chi2_token", torch.expm1((2 * delta_BT).clamp(max=LOG_BOUND)), masked=0.0)
     return averages.metrics() | _sequence_metrics(train_BT, rollout_BT, mask)
 
 

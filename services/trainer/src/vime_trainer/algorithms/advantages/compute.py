@@ -64,7 +64,7 @@ def compute_advantages(
         opd_BT = reverse_kl(inputs, config)
         advantages_BT = advantages_BT - config.opd_kl_coef * opd_BT.to(advantages_BT.dtype)
         averages = Averages(Mask(mask_BT), over_tokens=False)
-        averages.add("opd_reverse_kl", opd_BT, zeroed=True)
+        averages.add("opd_reverse_kl", opd_BT, masked=0.0)
         metrics |= averages.metrics()
     if entry.whitens if config.whiten is None else config.whiten:
         advantages_BT = whiten(advantages_BT, mask_BT, reduce)

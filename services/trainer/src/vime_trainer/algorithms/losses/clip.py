@@ -21,7 +21,8 @@ from vime_trainer.algorithms.masking import where_true, with_slope
 
 def clip(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     """PPO's clip on the token ratio."""
-    return _clipped(terms.log_ratio_BT, terms.ratio_BT, terms, config)
+    # d/d log ρ is d/d log π; the slope is 0 where masked, so the step through the masked difference is saved
+    return _clipped(terms.batch.logprobs_BT, terms.ratio_BT, terms, config)
 
 
 def gspo(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
@@ -30,16 +31,16 @@ def gspo(terms: Terms, config: PolicyLossConfig) -> TokenLoss:
     return _clipped(mean_BT, mean_BT.detach().exp(), terms, config)
 
 
-def _clipped(log_ratio_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: PolicyLossConfig) -> TokenLoss:
-    """L as above, and dL / d log ρ = −ρ A where nothing was clipped, else 0."""
-    minus_a_BT = -terms.advantages_BT
-    free_BT = ratio_BT * minus_a_BT
-    loss_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high).mul_(minus_a_BT)
-    torch.maximum(loss_BT, free_BT, out=loss_BT)
+def _clipped(log_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: PolicyLossConfig) -> TokenLoss:
+    """L as above, and dL / d `log_BT` = −ρ A where nothing was clipped, else 0. Both are 0 where A is masked."""
+    a_BT = terms.advantages_BT
+    free_BT = ratio_BT * a_BT
+    gain_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high).mul_(a_BT)
+    torch.minimum(gain_BT, free_BT, out=gain_BT)
     if config.eps_clip_c is not None:
-        ceiling_BT = config.eps_clip_c * minus_a_BT
-        loss_BT = torch.where(minus_a_BT > 0, torch.minimum(loss_BT, ceiling_BT), loss_BT)
-    clipped_BT = where_true(torch.ne, loss_BT, free_BT)
-    # ρ A where not clipped; from loss_BT, since free_BT may have overflowed where clipped
+        gain_BT = torch.where(a_BT < 0, torch.maximum(gain_BT, config.eps_clip_c * a_BT), gain_BT)
+    clipped_BT = where_true(torch.ne, gain_BT, free_BT)
+    loss_BT = gain_BT.neg_()
+    # −ρ A where not clipped; from loss_BT, since free_BT may have overflowed where clipped
     slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1, out=free_BT)
-    return TokenLoss(with_slope(loss_BT, slope_BT, log_ratio_BT), clipped_BT, zeroed=True)  # A is 0 where masked
+    return TokenLoss(with_slope(loss_BT, slope_BT, log_BT), clipped_BT, zeroed=True)

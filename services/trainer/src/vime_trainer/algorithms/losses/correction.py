@@ -152,24 +152,25 @@ def _inside(ratio_BT: Tensor, low: float, high: float) -> Tensor:
 def measure_correction(made: Correction, config: CorrectionConfig, averages: Averages) -> None:
     """`tis*` and `mis_*`, over all unmasked tokens, rejected ones included."""
     ratio_BT, weight_BT = made.ratio_BT, made.weight_BT
-    # Differences from 1 and comparisons are 0 where masked, since the bounds hold 1; that saves passes over memory.
-    excess_BT = ratio_BT - 1
-    averages.add("tis", excess_BT, zeroed=True, offset=1.0)
+    # Where masked the ratio is 1, and comparisons are 0, since the bounds hold 1; that saves passes over memory.
+    averages.add("tis", ratio_BT, masked=1.0)
     averages.same("mis_mean_is_weight_before_clip", "tis")
-    averages.add("tis_abs", excess_BT.abs_(), zeroed=True)
+    averages.add("tis_abs", (ratio_BT - 1).abs_(), masked=0.0)
     if made.kept_BT is None:
-        averages.add("mis_ratio_mean_after_mis", weight_BT - 1, zeroed=True, offset=1.0)
+        averages.add("mis_ratio_mean_after_mis", weight_BT, masked=1.0)
     else:
         averages.add("mis_ratio_mean_after_mis", weight_BT)
-    averages.add("tis_clipfrac", where_true(torch.ne, ratio_BT, weight_BT), zeroed=made.kept_BT is None)
+    averages.add(
+        "tis_clipfrac", where_true(torch.ne, ratio_BT, weight_BT), masked=0.0 if made.kept_BT is None else None
+    )
     high = "mis_truncate_fraction" if config.mode == "truncate" else f"mis_{config.mode}_fraction_high"
-    averages.add(high, where_true(torch.gt, ratio_BT, config.high), zeroed=True)
+    averages.add(high, where_true(torch.gt, ratio_BT, config.high), masked=0.0)
     if config.mode != "truncate":
         # a ratio is never below 0
         low_BT = (
             where_true(torch.lt, ratio_BT, config.lower) if config.lower > 0 else ratio_BT.new_zeros(len(ratio_BT), 1)
         )
-        averages.add(f"mis_{config.mode}_fraction_low", low_BT, zeroed=True)
+        averages.add(f"mis_{config.mode}_fraction_low", low_BT, masked=0.0)
     if made.kept_BT is not None:
         averages.add("mis_rejected_fraction", (~made.kept_BT).to(ratio_BT.dtype))
     if config.veto is not None:

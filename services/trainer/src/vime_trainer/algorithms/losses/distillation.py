@@ -33,7 +33,7 @@ def sampled_distillation_loss(
     kl_BT = log_pi_BT.detach() - mask.zero(teacher_logprobs_BT.detach())
     loss = weighted_sum(kl_BT * log_pi_BT, sample_weights(counts, reducer))
     averages = Averages(mask, over_tokens=False)
-    averages.add("opd_reverse_kl", kl_BT, zeroed=True)
+    averages.add("opd_reverse_kl", kl_BT, masked=0.0)
     return LossOutput(loss, averages.metrics() | {"loss": as_sum(loss)})
 
 

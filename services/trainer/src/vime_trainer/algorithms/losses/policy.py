@@ -106,17 +106,23 @@ def policy_tokens(
     """Everything `policy_loss` adds up, token by token. `correction_mean`: of the denominators. Errors are the same."""
     terms = Terms(batch)
     averages = Averages(terms.mask, over_tokens=config.reducer == "token_mean")
+    # each is measured while it is still in the cache
+    averages.add("ppo_kl", terms.log_ratio_BT, masked=0.0, scale=-1.0)
+    averages.add("ois", terms.ratio_BT, masked=1.0)
+    gap_BT, correction_BT = terms.mismatch_BT, None
+    if gap_BT is not None:
+        averages.add("train_rollout_logprob_abs_diff", gap_BT.abs(), masked=0.0, per_sample=True)
     function: Objective = objective or choice(config.objective, "objective", OBJECTIVES)
     token = function(terms, config)
-    _measure_ratio(terms, token, averages)
+    if token.clipped_BT is not None:
+        averages.add("pg_clipfrac", token.clipped_BT, masked=0.0 if token.zeroed else None)
+    for name, x_BT in (token.measured or {}).items():
+        averages.add(name, x_BT)
     pg_BT = token.loss_BT if token.zeroed else terms.mask.zero(token.loss_BT)
     if config.opsm_delta is not None:
         dropped_BT = opsm_dropped(terms, config.opsm_delta)
         pg_BT = pg_BT.masked_fill(dropped_BT, 0.0)
-        averages.add("opsm_clipfrac", dropped_BT.to(pg_BT.dtype), zeroed=True)
-    gap_BT, correction_BT = terms.mismatch_BT, None
-    if gap_BT is not None:
-        averages.add("train_rollout_logprob_abs_diff", gap_BT.abs(), zeroed=True, per_sample=True)
+        averages.add("opsm_clipfrac", dropped_BT.to(pg_BT.dtype), masked=0.0)
     if config.correction is not None:
         if gap_BT is None:
             raise ValueError("the correction needs rollout_logprobs_BT, the engine's logprobs of the sampled tokens")
@@ -184,12 +190,3 @@ def _normalised(weight_BT: Tensor, config: CorrectionConfig, correction_mean: Te
     if correction_mean is None:
         raise ValueError("batch_normalize needs denominators from batch_denominators")
     return weight_BT / correction_mean.to(weight_BT.dtype)
-
-
-def _measure_ratio(terms: Terms, token: TokenLoss, averages: Averages) -> None:
-    averages.add("ppo_kl", terms.log_ratio_BT, zeroed=True, scale=-1.0)
-    averages.add("ois", terms.ratio_BT - 1, zeroed=True, offset=1.0)
-    if token.clipped_BT is not None:
-        averages.add("pg_clipfrac", token.clipped_BT, zeroed=token.zeroed)
-    for name, x_BT in (token.measured or {}).items():
-        averages.add(name, x_BT)
