@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +86,16 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def kill_run(folder: Path) -> None:
-    """SIGKILL for every process of a run."""
-    for pid in processes_of(folder):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """SIGKILL for every process of a run that has no driver any more, until none is left."""
+    deadline = time.monotonic() + 30
+    while pids := processes_of(folder):
+        assert time.monotonic() < deadline, f"processes {pids} outlive SIGKILL"
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

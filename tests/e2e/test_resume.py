@@ -43,9 +43,9 @@ def test_killing_everything_after_a_checkpoint_and_resuming_gives_bit_identical_
         assert process.poll() is None, (runs_dir / "killed.log").read_text()
         assert time.monotonic() < deadline, "no checkpoint within 400 s"
         time.sleep(0.05)
-    run_killer(folder)
-    process.kill()
+    process.kill()  # first the driver: it would start a launcher that died anew
     process.wait(timeout=30)
+    run_killer(folder)
 
     resumed = run_vime(runs_dir, "killed", SETTINGS, "--resume")
     assert resumed.exit_code == 0, resumed.output
