@@ -53,6 +53,10 @@ class FaultConfig(ConfigModel):
     command_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time that one command of the ranks may take."""
 
+    regenerate: bool = False
+    """Where the ledger does not cover the step resumed from (the buffer's folder was lost, say), make the missing
+    groups anew instead of ending the run. They are counted as re-queued prompts; the run is then no longer the same."""
+
 
 class TrainerSettings(ConfigModel):
     """The `[trainer]` section."""

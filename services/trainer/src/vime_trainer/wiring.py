@@ -59,7 +59,8 @@ class Wiring:
         router = open_channel(settings.router_address, once)
         fleet = GrpcFleet(router, settings.publish, once)
         publisher = Publisher(settings.publish, fleet, self._ranks)
-        ledger, events, files = GrpcLedger(buffer, settings.table), EventLog(), RunFiles(settings.run_dir)
+        ledger = GrpcLedger(buffer, settings.table, settings.faults.regenerate)
+        events, files = EventLog(), RunFiles(settings.run_dir)
         digest = recipe_digest(settings)
 
         def make_loop() -> TrainingLoop:

@@ -8,6 +8,7 @@ from vime.buffer.v1 import batch_service_pb2 as pb
 from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
+from vime_client.errors import RpcError
 from vime_trainer.adapters.patience import patiently
 from vime_trainer.adapters.protos import enum_name, to_seconds, version_from_proto, version_to_proto
 from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened
@@ -22,7 +23,8 @@ _FINAL = (prompt_service_pb2.BLOCK_REASON_END_OF_DATA, prompt_service_pb2.BLOCK_
 class GrpcLedger:
     """Implements `loop.ports.Ledger`. Every call has a deadline and may be repeated: all are idempotent."""
 
-    def __init__(self, channel: grpc.aio.Channel, table: str = "train") -> None:
+    def __init__(self, channel: grpc.aio.Channel, table: str = "train", regenerate: bool = False) -> None:
+        self._regenerate = regenerate
         self._batches, self._tables = BatchServiceStub(channel), TableServiceStub(channel)
         self._table = table
         self._holds: dict[str, bool] = {}
@@ -30,11 +32,21 @@ class GrpcLedger:
     async def open_incarnation(self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str) -> Opened:
         """See the port."""
         request = pb.OpenIncarnationRequest(
-            run_id=run_id, resume_step=resume_step, highest_known=highest_known, recipe_digest=recipe_digest
+            run_id=run_id,
+            resume_step=resume_step,
+            highest_known=highest_known,
+            recipe_digest=recipe_digest,
+            regenerate=self._regenerate,
         )
-        answer = await patiently(
-            "buffer.OpenIncarnation", lambda: self._batches.OpenIncarnation(request, timeout=_CALL_S)
-        )
+        try:
+            answer = await patiently(
+                "buffer.OpenIncarnation", lambda: self._batches.OpenIncarnation(request, timeout=_CALL_S)
+            )
+        except RpcError as error:
+            if error.reason != "RESUME_OUT_OF_RANGE":
+                raise
+            remedy = f"{error.message}; trainer.faults.regenerate = true makes the missing groups anew"
+            raise RpcError(error.code, remedy, reason=error.reason, metadata=error.metadata) from error
         return Opened(answer.incarnation, answer.last_ledger_step, answer.rewound_groups, answer.requeued_prompts)
 
     async def announce(self, version: Version) -> list[str]:
