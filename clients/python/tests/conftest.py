@@ -32,6 +32,9 @@ if what == "stubborn":
 if what == "once" and not os.path.exists(alive + ".once"):
     open(alive + ".once", "w").close()
     sys.exit(3)
+if what == "hangs_again":
+    if os.path.exists(alive):
+        time.sleep(300)
 print("up", os.getpid(), flush=True)
 while True:
     open(alive, "a").close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from vime_client.launcher.client import is_running, start_supervisor, stop_supervisor
-from vime_client.launcher.plan import ServicePlan
+from vime_client.launcher import client, supervisor
+from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.plan import ServicePlan, load_plan
 from vime_client.launcher.ports import PortBusy, all_free, choose_ports
 from vime_client.launcher.process import probable_cause
 from vime_client.launcher.restarts import Restarts
-from vime_client.launcher.state import RunState, read_state
+from vime_client.launcher.state import RunState, hold, read_state
 
 from .conftest import FLEET, alive, dummy, make_plan, processes_of, wait_until
 
@@ -91,6 +94,16 @@ async def test_a_frozen_service_is_killed_and_started_again(tmp_path: Path) -> N
         await wait_until(lambda: state_of(tmp_path).services["a"].pid not in (0, first), 10)
 
 
+async def test_a_restart_that_hangs_is_killed_and_counted(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a", "hangs_again")], hang_timeout_s=0.5, ready_timeout_s=1.0, restart_limit=9)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "running")
+        await wait_until(lambda: state_of(tmp_path).services["a"].ready)
+        os.kill(state_of(tmp_path).services["a"].pid, signal.SIGKILL)
+        await wait_until(lambda: state_of(tmp_path).services["a"].deaths >= 3, 20)
+        assert state_of(tmp_path).services["a"].last_end == "signal SIGKILL"
+
+
 async def test_stopping_ends_a_service_that_ignores_sigterm_and_what_it_started(tmp_path: Path) -> None:
     services = [dummy(tmp_path, "stubborn", "stubborn"), dummy(tmp_path, "parent", "grandchild", 1)]
     make_plan(tmp_path, services, stop_timeout_s=1.5)
@@ -129,6 +142,15 @@ async def test_k38_a_second_sigterm_does_not_cut_the_stop_short(tmp_path: Path) 
     await wait_until(lambda: not processes_of(tmp_path))
 
 
+async def test_a_launcher_that_is_too_slow_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a")])
+    monkeypatch.setattr(client, "_START_S", 0.0)  # nothing imports Python that fast
+    with pytest.raises(LauncherError, match="did not start"):
+        await start_supervisor(tmp_path)
+    assert processes_of(tmp_path) == []
+    assert not is_running(tmp_path)
+
+
 async def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
     make_plan(tmp_path, [dummy(tmp_path, "a")])
     async with supervised(tmp_path):
@@ -157,9 +179,27 @@ async def test_training_is_started_when_all_is_ready_and_its_end_ends_the_run(tm
     await start_supervisor(tmp_path)
     await wait_until(lambda: state_of(tmp_path).phase == "finished", 20)
     # Nobody drives: it writes the report itself and leaves.
-    await wait_until(lambda: not is_running(tmp_path), 20)
+    await wait_until(lambda: not is_running(tmp_path), 60)
     await wait_until(lambda: not processes_of(tmp_path))
     assert state_of(tmp_path).ended > state_of(tmp_path).started
+    assert (tmp_path / "report.html").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+
+
+async def test_a_driver_that_does_not_answer_costs_nobody_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a")])
+    monkeypatch.setattr(supervisor, "_DRIVER_S", 0.1)
+    stop = asyncio.Event()
+    with hold(tmp_path, "driver"):
+        await supervisor.Supervisor(load_plan(tmp_path), tmp_path).hand_over(stop)
+    assert (tmp_path / "report.html").exists()
+    (tmp_path / "report.html").unlink()
+    stop.set()  # a driver that stops us writes it itself
+    with hold(tmp_path, "driver"):
+        await supervisor.Supervisor(load_plan(tmp_path), tmp_path).hand_over(stop)
+    assert not (tmp_path / "report.html").exists()
 
 
 async def test_failed_training_is_the_reason_of_the_run(tmp_path: Path) -> None:

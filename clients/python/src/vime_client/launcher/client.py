@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from vime_client.launcher.process import last_lines
+from vime_client.launcher.process import REAP_S, last_lines
 from vime_client.launcher.state import RunState, is_held, read_state, state_path
 
 _START_S = 20.0
@@ -26,7 +26,7 @@ async def start_supervisor(run_dir: Path) -> None:
     """Start a supervisor that outlives this process, and wait until it has taken over.
 
     Raises:
-        LauncherError: it ended at once, with what it said.
+        LauncherError: it ended at once or takes too long, with what it said; nothing of it stays.
     """
     state_path(run_dir).unlink(missing_ok=True)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,8 @@ async def start_supervisor(run_dir: Path) -> None:
     end = time.monotonic() + _START_S
     while read_state(run_dir) is None:
         if process.poll() is not None or time.monotonic() > end:
+            process.kill()  # one that is only slow would start the run with nobody driving it
+            await _gone(run_dir, process.pid, REAP_S)
             said = " | ".join(last_lines(log, 3)) or "it wrote nothing"
             raise LauncherError(f"the launcher did not start: {said}")
         await asyncio.sleep(_POLL_S)

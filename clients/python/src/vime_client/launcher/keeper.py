@@ -120,12 +120,13 @@ class Keeper:
                 self._process = None
 
     async def _watch_for_silence(self, process: ServiceProcess) -> None:
-        """Kill a process that was alive and then gives no sign for `hang_timeout_s`, such as one that is stopped.
+        """Kill a process that gives no sign for `hang_timeout_s`, such as one that is stopped.
 
-        Before it is ready it may be silent for longer: importing an engine can hold the interpreter for minutes.
+        Before it is ready it may be silent for longer, also from its start on: importing an engine can hold the
+        interpreter for minutes.
         """
         alive, ready = self._questions()
-        heard: float | None = None
+        heard = self._clock.now()
         while True:
             await self._clock.sleep(min(_PROBE_S, self._hang_s / 4))
             limit = self._hang_s if self.state.ready else max(self._hang_s, self._start_s)
@@ -133,7 +134,7 @@ class Keeper:
                 heard = self._clock.now()
                 if not self.state.ready and await ready():
                     self.set_ready()
-            elif heard is not None and self._clock.now() - heard > limit:
+            elif self._clock.now() - heard > limit:
                 _log.error(f"{self.service.name} gives no sign of life and is killed", seconds=limit)
                 process.kill()
                 return

@@ -60,7 +60,8 @@ class Supervisor:
             await asyncio.wait({*kept, main, stopped}, return_when=asyncio.FIRST_COMPLETED)
             await self._conclude(main, kept)
             if not stop.is_set() and self._state.phase in ("finished", "failed"):
-                await self._wait_for_driver(stop)
+                sweep.cancel()  # the report's process belongs to no service, and must live to its end
+                await self.hand_over(stop)
         finally:
             for task in (main, stopped, sweep):
                 task.cancel()
@@ -95,7 +96,7 @@ class Supervisor:
         answers = await asyncio.gather(*(self._probes[name].is_ready(2.0) for name in names))
         missing = []
         for name, ready in zip(names, answers, strict=True):
-            # A rollout service is ready once it serves weights, which it gets from training: being registered will do.
+            # A rollout service is ready once its model is loaded, and then it registers: the router's count tells more.
             if ready:
                 self._keepers[name].set_ready()
             elif not name.startswith("rollout-"):
@@ -129,16 +130,16 @@ class Supervisor:
                 "finished" if end.ok else "failed", reason=end.reason, failed_service="" if end.ok else "trainer"
             )
 
-    async def _wait_for_driver(self, stop: asyncio.Event) -> None:
-        """A driver reads the end and stops us; without one the report is written here."""
+    async def hand_over(self, stop: asyncio.Event) -> None:
+        """A driver reads the end, stops us and writes the report; without one that answers it is written here."""
         if is_held(self._run_dir, "driver"):
             try:
                 async with asyncio.timeout(_DRIVER_S):
                     await stop.wait()
+                return
             except TimeoutError:
                 _log.warning("the driver does not answer, the run ends without it", seconds=_DRIVER_S)
-        else:
-            await final_report(self._run_dir)
+        await final_report(self._run_dir)
 
     async def _stop_all(self) -> None:
         """In order, so that nobody calls what is gone already: workers, trainer, engines, router, buffer."""
