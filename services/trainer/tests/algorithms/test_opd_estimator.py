@@ -26,8 +26,3 @@ def test_tokens_that_the_teacher_finds_likelier_gain_whatever_the_reward():
 def test_an_unscored_sample_teaches_nothing():
     made = compute_advantages(inputs([float("nan"), 1.0]), AdvantageConfig("opd", opd_kl_coef=1.0))
     assert made.loss_mask_BT.tolist() == [[False, False], [True, False]]
-
-
-def test_a_teacher_without_weight_is_refused():
-    with pytest.raises(ValueError, match=r"opd_kl_coef=0\.0: estimator opd learns from the teacher alone"):
-        compute_advantages(inputs([1.0, 0.0]), AdvantageConfig("opd"))

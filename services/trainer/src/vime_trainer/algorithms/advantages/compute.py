@@ -79,10 +79,6 @@ def resolve(config: AdvantageConfig, estimator: EstimatorFunction | None = None)
     if estimator is not None:
         return Estimator(estimator, reads_kl=True, reads_gamma=True, reads_values=True)
     entry: Estimator = choice(config.estimator, "advantage estimator", ESTIMATORS)
-    if entry.function is teacher_alone and config.opd_kl_coef == 0:
-        raise ValueError(
-            "AdvantageConfig.opd_kl_coef=0.0: estimator opd learns from the teacher alone, so it must be > 0"
-        )
     ignored = {
         "kl_coef": config.kl_coef != 0 and not entry.reads_kl,
         "gamma": config.gamma != 1 and not entry.reads_gamma,
