@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -14,7 +17,9 @@ from vime.common.v1 import trajectory_pb2 as pb
 from vime.plugin.v1 import plugin_service_pb2 as plugin_pb
 from vime.plugin.v1 import plugin_service_pb2_grpc
 from vime.trainer.v1 import trainer_service_pb2 as trainer_pb
+from vime.trainer.v1 import trainer_service_pb2_grpc
 from vime_client import BufferClient, GenerationClient, LeaseLost, RpcError, TrainerClient
+from vime_client.channel import SENT_ONCE, ChannelSettings
 from vime_client.rewards.reward import PluginReward
 from vime_client.testing import FakeBuffer, FakeEngine, FakeTrainer, serving
 from vime_client.worker.filters import NonzeroStd, PluginFilter
@@ -80,6 +85,49 @@ async def test_a_block_that_raises_gives_its_lease_back() -> None:
     assert failures[1][0] == buffer_pb.FAILURE_CLASS_SHUTDOWN
 
 
+class AnswersFail(FakeBuffer):
+    """A buffer that answers FailPrompt so."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__([{"prompt": "x"}], ttl_s=0.3)
+        self._code = code
+
+    async def FailPrompt(self, request: Any, context: Any) -> Any:
+        await context.abort(self._code, "as told")
+
+
+@pytest.mark.parametrize("code", ["NOT_FOUND", "FAILED_PRECONDITION", "UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED"])
+async def test_an_error_in_a_block_comes_out_whatever_the_buffer_says_to_its_lease(code: str) -> None:
+    once = ChannelSettings(max_attempts=1)
+    async with serving(AnswersFail(grpc.StatusCode[code])) as address, BufferClient(address, once) as client:
+        (leased,) = await client.lease_prompts("me", 1, 1.0)
+        with pytest.raises(ZeroDivisionError):
+            async with leased:
+                raise ZeroDivisionError("oops")
+
+
+async def test_a_cancel_that_comes_while_a_block_ends_is_not_swallowed() -> None:
+    class Hangs(FakeBuffer):
+        async def KeepAlive(self, request: Any, context: Any) -> Any:
+            await asyncio.sleep(60)
+
+    buffer = Hangs([{"prompt": "x"}], samples_per_prompt=1, ttl_s=0.3)
+    async with serving(buffer) as address, BufferClient(address) as client:
+        (leased,) = await client.lease_prompts("me", 1, 1.0)
+
+        async def work() -> None:
+            async with leased:
+                await leased.insert(pb.TrajectoryGroup(group_id=leased.lease.group_id, samples=[pb.Sample(reward=1.0)]))
+                await asyncio.sleep(0.15)  # a beat is under way
+                task.cancel()  # delivered at the next await, which is that of the end of the block
+
+            await asyncio.sleep(60)
+
+        task = asyncio.create_task(work())
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+
+
 async def test_a_lease_is_kept_alive_in_its_block_and_knows_when_it_is_lost() -> None:
     buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.3)
     async with serving(buffer) as address, BufferClient(address) as client:
@@ -103,6 +151,54 @@ async def test_the_trainers_events_are_watched_from_where_one_left_off() -> None
         assert [event.WhichOneof("event") for event in events] == ["status", "step", "step", "status"]
         assert [event.sequence async for event in client.watch(after_sequence=2)] == [3, 4]
         assert (await client.status()).state == trainer_pb.TRAINER_STATE_FINISHED
+
+
+class LosesAnswers(trainer_service_pb2_grpc.TrainerServiceServicer):
+    """A trainer that does what it is told and dies before it says so."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        for method in ("GetStatus", *(method for _, method in SENT_ONCE if method != "AcquireMode")):
+            setattr(self, method, functools.partial(self._lose, method))
+        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
+
+    async def AcquireMode(self, request: Any, context: Any) -> trainer_pb.AcquireModeResponse:
+        self.calls["AcquireMode"] += 1
+        return trainer_pb.AcquireModeResponse(mode_lease_id="m")
+
+    async def _lose(self, method: str, request: Any, context: Any) -> None:
+        self.calls[method] += 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def test_a_step_is_never_sent_twice() -> None:
+    trainer = LosesAnswers()
+    async with serving(trainer) as address, TrainerClient(address) as client:
+        async with AsyncExitStack() as stack:
+            steps = await stack.enter_async_context(client.mode("me"))
+            for call in (steps.train([]), steps.publish(), steps.save_checkpoint()):
+                with pytest.raises(RpcError, match="gone"):
+                    await call
+            with pytest.raises(RpcError, match="ReleaseMode: gone"):
+                await stack.aclose()
+        with pytest.raises(RpcError, match="GetStatus: gone"):
+            await client.status()
+    assert trainer.calls == {**{method: 1 for _, method in SENT_ONCE}, "GetStatus": 5}
+
+
+async def test_an_error_under_the_mode_lease_is_not_hidden_by_its_return() -> None:
+    async with serving(LosesAnswers()) as address, TrainerClient(address) as client:
+        with pytest.raises(ZeroDivisionError):
+            async with client.mode("me"):
+                raise ZeroDivisionError
+
+
+def test_what_is_sent_once_is_what_the_contract_has() -> None:
+    methods = trainer_pb.DESCRIPTOR.services_by_name["TrainerService"]
+    assert {service for service, _ in SENT_ONCE} == {methods.full_name}
+    assert {method for _, method in SENT_ONCE} <= set(methods.methods_by_name)
 
 
 class Plugin(plugin_service_pb2_grpc.PluginServiceServicer):

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -324,6 +325,28 @@ async def test_a_buffer_that_restarts_is_waited_for_and_the_group_still_arrives(
             stop.set()
             await asyncio.wait_for(task, 10)
     assert buffer.groups[0].attempt == 0
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["inserted", "dropped"])
+async def test_a_group_whose_insert_was_never_answered_is_counted_as_what_became_of_it(
+    tmp_path: Path, kept: bool
+) -> None:
+    class LosesAnswers(FakeBuffer):
+        async def InsertGroup(self, request: buffer_pb.InsertGroupRequest, context: Any) -> Any:
+            await super().InsertGroup(request, context)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+        async def FailPrompt(self, request: buffer_pb.FailPromptRequest, context: Any) -> Any:
+            told.set()
+            return await super().FailPrompt(request, context)
+
+    told = asyncio.Event()
+    buffer = LosesAnswers([{"prompt": "x", "rewards": [1, 0, 0, 0] if kept else [1] * 4}])
+    async with working(tmp_path, buffer, FakeEngine(), insert_timeout_s=0.3, filter="nonzero_std") as task:
+        await asyncio.wait_for(told.wait(), 20)
+        await asyncio.sleep(0.2)
+    assert task.result() == {"inserted" if kept else "dropped": 1}
+    assert not buffer.failures
 
 
 async def test_every_sample_is_inserted_once_over_many_prompts(tmp_path: Path) -> None:

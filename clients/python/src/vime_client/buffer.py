@@ -127,17 +127,22 @@ class LeasedPrompt:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Stop keeping it alive, and give it back unless it was inserted or lost."""
+        """Stop keeping it alive, and give it back unless it was inserted or lost.
+
+        What the block raised comes out, whatever the buffer says; a lease that could not be given back expires.
+        """
         if self._keeper is not None:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                # bounded by: the cancel above; a beat gives way to it at once
-                await self._keeper
+            self._keeper.cancel()  # not awaited: a cancel of the block's own task would look like the keeper's
         if self._settled or self.lost:
             return
         stopping = kind is not None and issubclass(kind, asyncio.CancelledError)
         failure = pb.FAILURE_CLASS_SHUTDOWN if stopping else pb.FAILURE_CLASS_USER_CODE
-        await self.fail(failure, "" if error is None else f"{type(error).__name__}: {error}")
+        try:
+            await self.fail(failure, "" if error is None else f"{type(error).__name__}: {error}")
+        except RpcError as refused:
+            if error is None:
+                raise
+            _log.warning("a lease could not be given back", group_id=self.lease.group_id, cause=str(refused))
 
     async def insert(self, group: trajectory_pb2.TrajectoryGroup, drop_reason: str = "") -> None:
         """Store the group, or drop it with a filter's reason.
@@ -175,3 +180,8 @@ def _duration(seconds: float) -> Duration:
 def is_gone(error: RpcError) -> bool:
     """True if the error says that a lease is over for this worker: superseded, expired or unknown."""
     return isinstance(error, LeaseLost) or error.code is grpc.StatusCode.NOT_FOUND
+
+
+def was_inserted(error: RpcError) -> bool:
+    """True if the error of a `fail` says that its group is there: only the answer to the insert was lost."""
+    return error.code is grpc.StatusCode.FAILED_PRECONDITION

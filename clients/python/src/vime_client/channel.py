@@ -1,8 +1,8 @@
 """Open a channel to a vime service: deadlines, retries, keepalive, message cap, credentials and trace context.
 
 Retries: the channel repeats a call only for UNAVAILABLE and only before the first response (gRPC's own retry, at most
-five attempts, all within the call's deadline). Everything that needs a whole step again belongs to `vime_client.retry`;
-never both around one call.
+five attempts, all within the call's deadline), and never one of `SENT_ONCE`. Everything that needs a whole step again
+belongs to `vime_client.retry`; never both around one call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vime_client.tokens import TokenError, read_token
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "SENT_ONCE",
     "ChannelError",
     "ChannelSettings",
     "TlsClientConfig",
@@ -28,6 +29,17 @@ __all__ = [
     "open_channel",
     "secure_or_insecure_channel",
 ]
+
+_TRAINER = "vime.trainer.v1.TrainerService"
+SENT_ONCE = (
+    (_TRAINER, "TrainStep"),
+    (_TRAINER, "Publish"),
+    (_TRAINER, "SaveCheckpoint"),
+    (_TRAINER, "AcquireMode"),
+    (_TRAINER, "ReleaseMode"),
+)
+"""Service and method of calls that do their work anew each time they arrive. UNAVAILABLE may come after the work (only
+the answer is lost), so sending one again would train twice, save twice, or be refused for what the first one did."""
 
 
 class ChannelError(ValueError):
@@ -106,7 +118,10 @@ def _service_config(settings: ChannelSettings) -> dict[str, Any]:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     return {
-        "methodConfig": [{"name": [{}], "retryPolicy": retry}],
+        "methodConfig": [
+            {"name": [{}], "retryPolicy": retry},
+            {"name": [{"service": service, "method": method} for service, method in SENT_ONCE]},  # the exact name wins
+        ],
         # A service that is down for long must not be asked five times by every call.
         "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.5},
     }

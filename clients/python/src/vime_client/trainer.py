@@ -11,12 +11,14 @@ from vime.common.v1 import trajectory_pb2
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
 from vime_client.channel import ChannelSettings, open_channel
-from vime_client.errors import rpc_errors
+from vime_client.errors import RpcError, rpc_errors
+from vime_client.logs import get_logger
 
 CALL_SECONDS = 30.0
 """Deadline of calls that answer at once."""
 STEP_SECONDS = 1800.0
 """Deadline of calls that compute."""
+_log = get_logger(__name__)
 
 
 class TrainerClient:
@@ -69,10 +71,18 @@ class TrainerClient:
             answer = await self._stub.AcquireMode(pb.AcquireModeRequest(holder=holder, ttl=ttl), timeout=CALL_SECONDS)
         try:
             yield SingleSteps(self._stub, answer.mode_lease_id)
-        finally:
-            with rpc_errors("trainer.ReleaseMode"):
-                request = pb.ReleaseModeRequest(mode_lease_id=answer.mode_lease_id)
-                await self._stub.ReleaseMode(request, timeout=CALL_SECONDS)
+        except BaseException:
+            try:
+                await self._release(answer.mode_lease_id)
+            except RpcError as error:  # it runs out; what the block raised says more
+                _log.warning("the mode lease could not be given back", cause=str(error))
+            raise
+        await self._release(answer.mode_lease_id)
+
+    async def _release(self, mode_lease_id: str) -> None:
+        with rpc_errors("trainer.ReleaseMode"):
+            request = pb.ReleaseModeRequest(mode_lease_id=mode_lease_id)
+            await self._stub.ReleaseMode(request, timeout=CALL_SECONDS)
 
 
 class SingleSteps:

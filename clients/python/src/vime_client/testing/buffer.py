@@ -160,6 +160,9 @@ class FakeBuffer(prompt_service_pb2_grpc.PromptServiceServicer, table_service_pb
 
     async def FailPrompt(self, request: pb.FailPromptRequest, context: _Context) -> pb.FailPromptResponse:
         """Take a lease back."""
+        if any(entry.inserted and entry.lease_id == request.lease_id for entry in self._entries.values()):
+            message = f"the group of lease {request.lease_id} was inserted"
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, message, "FAILED_PRECONDITION")
         group_id = self._leases.pop(request.lease_id, None)
         if group_id is None:
             await refuse(context, grpc.StatusCode.ABORTED, f"lease {request.lease_id} is gone", "LEASE_LOST")

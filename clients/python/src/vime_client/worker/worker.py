@@ -11,7 +11,7 @@ import grpc
 from opentelemetry import trace
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
-from vime_client.buffer import BufferClient, is_gone
+from vime_client.buffer import BufferClient, is_gone, was_inserted
 from vime_client.errors import RpcError
 from vime_client.generation import GenerationClient
 from vime_client.logs import get_logger
@@ -160,6 +160,7 @@ class Worker:
             raise
 
     async def _insert(self, lease: pb.PromptLease, made: Made) -> str:
+        done = "dropped" if made.drop_reason else "inserted"
         seconds = self._settings.insert_timeout_s
         try:
             async for attempt in whole_step("insert", attempts=1000, seconds=seconds, max_wait_s=2.0, retry_if=_passes):
@@ -170,8 +171,9 @@ class Worker:
                 _log.info("a group came too late", group_id=lease.group_id, attempt=lease.attempt, cause=str(error))
                 return "lost"
             _log.error("a group was refused", group_id=lease.group_id, attempt=lease.attempt, cause=str(error))
-            return await self._fail(lease, Failed(pb.FAILURE_CLASS_GENERATION, f"insert refused: {error}"))
-        return "dropped" if made.drop_reason else "inserted"
+            outcome = await self._fail(lease, Failed(pb.FAILURE_CLASS_GENERATION, f"insert refused: {error}"))
+            return done if outcome == "inserted" else outcome
+        return done
 
     async def _fail(self, lease: pb.PromptLease, failed: Failed) -> str:
         name = pb.FailureClass.Name(failed.failure).removeprefix("FAILURE_CLASS_").lower()
@@ -180,6 +182,8 @@ class Worker:
                 with attempt:
                     answer = await self._buffer.fail(lease.lease_id, failed.failure, failed.detail)
         except RpcError as error:  # its time to live ends it
+            if was_inserted(error):
+                return "inserted"
             _log.warning("a lease could not be given back", group_id=lease.group_id, cause=str(error))
             return "lost" if is_gone(error) else f"failed_{name}"
         say = _log.error if answer.given_up else _log.warning
@@ -197,6 +201,8 @@ class Worker:
                 lease.lease_id, pb.FAILURE_CLASS_SHUTDOWN, "the worker stops", self._settings.stop_timeout_s / 2
             )
         except RpcError as error:
+            if was_inserted(error):
+                return "inserted"
             if not is_gone(error):
                 _log.warning("a lease could not be given back", group_id=lease.group_id, cause=str(error))
             return "lost"
