@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -16,14 +17,17 @@ from typing import Any
 import grpc
 import pytest
 import tomli_w
+from google.protobuf.duration_pb2 import Duration
 
 from vime.buffer.v1 import prompt_service_pb2 as buffer_pb
 from vime.common.v1 import trajectory_pb2 as pb
 from vime.common.v1 import weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2
+from vime_client.buffer import BufferClient
 from vime_client.testing import FakeBuffer, FakeEngine, serving
 from vime_client.testing.engine import Reply
 from vime_client.worker.config import WorkerSettings, WorkerTable
+from vime_client.worker.leases import HeldLeases
 from vime_client.worker.worker import run_worker
 
 from .conftest import wait_until
@@ -258,6 +262,35 @@ async def test_leases_are_kept_alive_while_generation_takes_longer_than_they_liv
         await buffer.settled(1)
     assert buffer.groups[0].attempt == 0
     assert buffer.keep_alives >= 3
+
+
+async def test_leases_that_come_late_in_a_period_delay_no_beat() -> None:
+    period, beats = 1.0, []
+
+    class Hears(BufferClient):
+        async def keep_alive(
+            self, worker_id: str, lease_ids: Sequence[str], timeout_s: float
+        ) -> buffer_pb.KeepAliveResponse:
+            beats.append(time.monotonic())
+            return buffer_pb.KeepAliveResponse()
+
+    async with Hears("127.0.0.1:1") as buffer:
+        leases = HeldLeases(buffer, "me")
+        work = [asyncio.create_task(asyncio.sleep(60)) for _ in range(4)]
+        ttl = Duration(seconds=3)
+        leases.hold(buffer_pb.PromptLease(lease_id="0", ttl=ttl), work[0])
+        beating = asyncio.create_task(leases.keep_alive())
+        for number in range(1, 4):
+            seen = len(beats)
+            await wait_until(lambda seen=seen: len(beats) > seen, 5)
+            await asyncio.sleep(beats[-1] + 0.9 * period - time.monotonic())
+            leases.hold(buffer_pb.PromptLease(lease_id=str(number), ttl=ttl), work[number])
+        await asyncio.sleep(1.2 * period)
+        for task in (beating, *work):
+            task.cancel()
+    gaps = [after - before for before, after in itertools.pairwise(beats)]
+    assert len(gaps) >= 3
+    assert max(gaps) < 1.5 * period
 
 
 async def test_a_lost_lease_is_dropped_and_its_generation_cancelled(tmp_path: Path) -> None:

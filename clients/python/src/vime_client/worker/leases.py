@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
@@ -47,16 +48,18 @@ class HeldLeases:
 
     async def keep_alive(self) -> None:
         """Renew all leases, three times per time to live, until cancelled."""
+        loop = asyncio.get_running_loop()
+        beaten = loop.time()
         while True:
             self._changed.clear()
+            if (left := beaten + self._period() - loop.time()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()  # a lease with a shorter life may have come
+                continue
+            beaten = loop.time()
             if self._tasks:
                 await self._beat()
-            try:
-                async with asyncio.timeout(self._period()):
-                    await self._changed.wait()  # a lease with a shorter life may have come
-            except TimeoutError:
-                continue
-            await asyncio.sleep(min(self._period(), _LONGEST_BEAT_S))
 
     async def _beat(self) -> None:
         ids = list(self._tasks)
