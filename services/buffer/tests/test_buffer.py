@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from vime_buffer import leases
 from vime_buffer.buffer import Buffer
 from vime_buffer.changes import Changes
 from vime_buffer.ledger import Ledger, LedgerOptions
+from vime_buffer.schema import Database
 from vime_buffer.testing import RUN_ID, finished, table, write_prompts
 from vime_buffer.values import Failure, Version
 from vime_service.clock import ManualClock
@@ -135,3 +137,73 @@ async def test_a_poll_ends_with_its_time_or_with_the_service():
     changes.stop()
     with pytest.raises(Draining):
         await polling
+
+
+class Beats(ManualClock):
+    """Every sleep ends at once, and half a second later."""
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(0)
+        self.advance(seconds)
+
+
+@pytest.fixture
+def no_space(monkeypatch):
+    """Statements that change rows meet a full disk while `full` holds something."""
+    full = []
+    real = Database.run
+
+    def run(self, sql, *values):
+        if full and sql.startswith(("UPDATE", "INSERT")):
+            raise sqlite3.OperationalError("database or disk is full")
+        return real(self, sql, *values)
+
+    monkeypatch.setattr(Database, "run", run)
+    return full
+
+
+async def test_the_sweep_outlives_a_full_disk(ledger_dir, no_space, caplog):
+    clock = Beats()
+    opened = Buffer(Ledger(LedgerOptions(folder=ledger_dir / "ledger", run_id=RUN_ID, seed=7), clock))
+    await opened.create_table(table(write_prompts(ledger_dir / "train.jsonl", 10)))
+    await opened.open_incarnation(RUN_ID, 0, 0, "", regenerate=False)
+    await opened.announce_version(Version(RUN_ID, 1, 0))
+    await opened.lease_prompts("w", 2, [], 0)
+    no_space.append("full")
+    sweep = asyncio.create_task(opened.sweep())
+    while clock.now() < 70:
+        await asyncio.sleep(0.01)
+    assert not sweep.done()
+    assert (await opened.table("train")).counts.open == 2
+    no_space.clear()
+    while (await opened.table("train")).counts.open:
+        await asyncio.sleep(0.01)
+    assert [record.message for record in caplog.records if "commit failed" in record.message] != []
+    assert len([record for record in caplog.records if "commit failed" in record.message]) == 1
+    await opened.close()
+    await asyncio.wait_for(sweep, 5)
+
+
+async def test_a_keep_alive_that_came_in_time_counts(buffer):
+    """The process stood still, or its disk did: what the buffer could not hear in time was still said in time."""
+    clock = buffer._ledger.clock
+    lease, other = (await buffer.lease_prompts("w", 2, [], 0)).leases
+    entered, release = threading.Event(), threading.Event()
+
+    def stand_still(ledger):
+        entered.set()
+        return release.wait(10)
+
+    stalled = buffer._writer.submit(stand_still)
+    assert await asyncio.to_thread(entered.wait, 10)
+    beat = asyncio.create_task(buffer.keep_alive("w", [lease.lease_id]))
+    await asyncio.sleep(0.05)
+    clock.advance(90)
+    release.set()
+    assert stalled.result(10)
+    assert await beat == ([], 60)
+    assert (await buffer.table("train")).counts.open == 2  # the other one has the time that it had
+    for _ in range(120):
+        clock.advance(0.5)
+        await buffer.keep_alive("w", [])
+    assert (await buffer.keep_alive("w", [other.lease_id]))[0] == [other.lease_id]

@@ -186,7 +186,7 @@ def test_leases_of_the_old_incarnation_are_void_and_their_prompts_keep_their_pla
     for lease in (old[0], old[1], old[3]):
         with pytest.raises(LeaseLost):
             desk.insert(lease)
-    assert desk.call(lambda ledger: leases.keep_alive(ledger, [old[0].lease_id]))[0] == [old[0].lease_id]
+    assert desk.keep_alive([old[0].lease_id])[0] == [old[0].lease_id]
     new = desk.lease().leases
     assert [lease.group_id for lease in new] == [lease.group_id for lease in (old[0], old[1], old[3])]
     assert all(lease.attempt == 1 and lease.fence.incarnation == 2 for lease in new)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from vime_buffer import leases
+from vime_buffer.lease_times import MAX_TTLS
 from vime_buffer.testing import RUN_ID
 from vime_buffer.values import Blocked, Failure, Version
 from vime_service.errors import (
@@ -144,12 +145,12 @@ def test_a_lease_ends_by_the_server_s_clock_and_late_results_are_fenced(make_des
     desk = make_desk(lease_ttl=60)
     desk.begin()
     first, second = desk.lease().leases
-    desk.clock.advance(59)
-    assert desk.call(lambda ledger: leases.keep_alive(ledger, [first.lease_id])) == ([], 60)
-    desk.clock.advance(1)
+    desk.wait(59)
+    assert desk.keep_alive([first.lease_id]) == ([], 60)
+    desk.wait(1)
     again = desk.lease().leases
     assert [(lease.group_id, lease.attempt) for lease in again] == [(second.group_id, 1)]
-    assert desk.call(lambda ledger: leases.keep_alive(ledger, [second.lease_id])) == ([second.lease_id], 0.0)
+    assert desk.keep_alive([second.lease_id]) == ([second.lease_id], 0.0)
     with pytest.raises(LeaseLost):
         desk.insert(second)
     assert not desk.insert(first)
@@ -161,7 +162,7 @@ def test_a_lease_that_expires_three_times_is_given_up(make_desk):
     desk.begin()
     for _ in range(3):
         assert "train/train:0:0" in [lease.group_id for lease in desk.lease().leases]
-        desk.clock.advance(60)
+        desk.wait(60)
     assert desk.counts().given_up == {"EXPIRED": 2}  # both prompts that were out
 
 
@@ -169,12 +170,12 @@ def test_open_leases_survive_a_restart_with_a_fresh_time(make_desk):
     desk = make_desk()
     desk.begin()
     first, second = desk.lease().leases
-    desk.clock.advance(59)
+    desk.wait(59)
     desk.close()
     desk = make_desk()
-    desk.clock.advance(59)
+    desk.wait(59)
     assert not desk.insert(first)
-    desk.clock.advance(1)
+    desk.wait(1)
     with pytest.raises(LeaseLost):
         desk.insert(second)
 
@@ -339,6 +340,32 @@ def test_prompts_that_wait_and_new_ones_together_stay_within_the_slots(make_desk
     desk = make_desk(eval_prompts=2, evals={"eval_hold": False})
     desk.begin()
     assert len(desk.lease(3).leases) == 3  # two of the eval round, one of training
-    desk.clock.advance(60)
+    desk.wait(60)
     assert ids(desk.lease(5, ["train"])) == ["0:0", "0:1"]
     assert desk.counts().free_slots == 0
+
+
+def test_a_lease_cannot_be_kept_alive_for_ever(make_desk):
+    desk = make_desk(lease_ttl=60)
+    desk.begin()
+    kept, other = desk.lease().leases
+    left = []
+    for _ in range(2 * MAX_TTLS - 1):
+        desk.wait(30)
+        lost, ttl = desk.keep_alive([kept.lease_id])
+        assert not lost
+        left.append(ttl)
+    assert left == [60] * (2 * MAX_TTLS - 2) + [30]
+    desk.wait(30)
+    assert desk.keep_alive([kept.lease_id]) == ([kept.lease_id], 0)
+    assert (kept.group_id, 1) in [(lease.group_id, lease.attempt) for lease in desk.lease().leases]
+
+
+def test_only_the_holder_keeps_a_lease_alive(make_desk):
+    desk = make_desk(lease_ttl=60)
+    desk.begin()
+    lease = desk.lease().leases[0]
+    desk.wait(59)
+    assert desk.keep_alive([lease.lease_id], worker_id="another") == ([lease.lease_id], 0)
+    desk.wait(1)
+    assert desk.keep_alive([lease.lease_id]) == ([lease.lease_id], 0)

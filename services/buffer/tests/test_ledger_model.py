@@ -169,15 +169,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1, TTL // 2, TTL]))
     def time_passes(self, seconds):
-        self.clock.advance(seconds)
-        self.desk.call(lambda ledger: None)
+        self.desk.wait(seconds)
         self.note_given_up()
 
     @precondition(lambda self: self.held)
     @rule()
     def keep_alive(self):
         ids = [lease.lease_id for lease in self.held]
-        lost, _ = self.desk.call(lambda ledger: leases.keep_alive(ledger, ids))
+        lost, _ = self.desk.keep_alive(ids)
         self.held = [lease for lease in self.held if lease.lease_id not in lost]
 
     def note_given_up(self):
@@ -343,7 +342,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def run_to_the_end(self):
         """From here on workers and trainer do their work: the data must end, with every prompt accounted for."""
-        self.clock.advance(TTL)
+        self.desk.wait(TTL)
         self.resume(self.completed)
         for _ in range(400):
             for lease in self.desk.lease().leases:

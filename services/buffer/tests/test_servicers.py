@@ -250,15 +250,23 @@ async def test_a_lease_expires_without_any_call_and_is_extended_by_keep_alive(tm
     async with buffer(tmp_path, clock=clock) as call:
         await call.begin()
         kept, lost = (await call.lease()).leases
-        clock.advance(45)
+
+        async def wait(seconds):  # as the sweep sees it pass: a jump would mean that the buffer stood still
+            for _ in range(seconds * 2):
+                clock.advance(0.5)
+                await call.prompts.KeepAlive(prompt_pb.KeepAliveRequest(worker_id="w"), timeout=10)
+
+        await wait(45)
         answer = await call.prompts.KeepAlive(
             prompt_pb.KeepAliveRequest(worker_id="w", lease_ids=[kept.lease_id, "train/x#0.0"]), timeout=10
         )
         assert (answer.ttl.seconds, list(answer.lost_lease_ids)) == (60, ["train/x#0.0"])
-        clock.advance(20)
+        await wait(14)
         waiting = asyncio.create_task(call.lease(wait=20))
         await asyncio.sleep(0.05)
-        clock.advance(1)  # the sweep looks
+        for _ in range(2):
+            clock.advance(0.5)  # the sweep looks
+            await asyncio.sleep(0.1)
         (again,) = (await waiting).leases
         assert (again.group_id, again.attempt) == (lost.group_id, 1)
         assert not (await call.insert(kept)).already_present

@@ -10,7 +10,7 @@ import pytest
 from vime_buffer import views
 from vime_buffer.schema import Database
 from vime_buffer.values import Blocked
-from vime_service.errors import DataLoss, StorageFailed
+from vime_service.errors import DataLoss, Internal, StorageFailed
 
 
 def fail_with(number, message):
@@ -126,3 +126,54 @@ def test_payloads_that_vanished_are_damage_of_those_groups_only(make_desk):
     assert caught.value.metadata["segment"] == "segment-00000001.seg"
     assert desk.ledger.segments.read(places[1]) == b"x" * 3000
     assert desk.batch(1).blocked is Blocked.NOT
+
+
+def test_a_disk_that_refuses_reads_too_answers_every_call(make_desk, monkeypatch):
+    desk = make_desk()
+    desk.begin()
+    first, second = desk.lease().leases
+
+    def refuse(self, *_):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    for name in ("commit", "rollback", "all", "one", "value"):
+        monkeypatch.setattr(Database, name, refuse)
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="disk I/O error"):
+            desk.writer.submit(lambda ledger: ledger.bump(1, "inserted")).result(10)
+    monkeypatch.undo()
+    assert desk.counts().inserted == 0
+    assert not desk.insert(first)
+    assert not desk.insert(second)
+
+
+def test_a_fault_in_the_writer_itself_answers_every_call(make_desk, monkeypatch):
+    desk = make_desk()
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(desk.writer, "_on_commit", broken)
+    with pytest.raises(Internal, match="ZeroDivisionError"):
+        desk.writer.submit(lambda ledger: ledger.bump(1, "requeued")).result(10)
+    monkeypatch.undo()
+    assert desk.writer.submit(lambda ledger: ledger.bump(1, "drawn")).result(10) is None
+    assert (desk.counts().drawn, desk.counts().requeued) == (1, 1)
+
+
+def test_a_lease_loses_no_time_while_the_disk_refuses(make_desk, monkeypatch):
+    desk = make_desk(lease_ttl=60)
+    desk.begin()
+    lease = desk.lease().leases[0]
+    real = Database.commit
+
+    def refuse(self):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Database, "commit", refuse)
+    for _ in range(200):
+        desk.clock.advance(0.5)
+        with pytest.raises(StorageFailed):
+            desk.writer.submit(lambda ledger: None).result(10)
+    monkeypatch.setattr(Database, "commit", real)
+    assert desk.keep_alive([lease.lease_id]) == ([], 60)

@@ -38,7 +38,7 @@ from vime_buffer.values import (
     Version,
 )
 from vime_buffer.writer import Writer
-from vime_service.errors import DataLoss, InvalidArgument, MessageTooLarge
+from vime_service.errors import DataLoss, Draining, InvalidArgument, MessageTooLarge, VimeError
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -101,13 +101,16 @@ class Buffer:
             self._slots.announce_from_thread()
 
     async def sweep(self) -> None:
-        """End leases whose time is over, for ever; to be run as a task."""
-        clock = self._ledger.clock
+        """Have the writer end leases whose time is over, for ever; to be run as a task."""
         while not self.changes.stopped:
-            # A fixed beat, not the time of the next end: that may move either way while this sleeps.
-            await clock.sleep(_SWEEP_S)
-            if clock.now() >= self._ledger.next_end:
+            # A fixed beat, whether or not a lease ends: a beat that is missing tells the ledger that it was deaf.
+            await self._ledger.clock.sleep(_SWEEP_S)
+            try:
                 await self._write(lambda ledger: None)  # the writer ends them before any operation
+            except Draining:
+                return
+            except VimeError:
+                continue  # the writer said why; the disk may be better at the next beat
 
     # -------------------------------------------------------------- workers
 
@@ -142,9 +145,9 @@ class Buffer:
         if ids and not self.changes.stopped:
             self._writer.submit(lambda ledger: leases.release(ledger, ids))
 
-    async def keep_alive(self, lease_ids: Sequence[str]) -> tuple[list[str], float]:
+    async def keep_alive(self, worker_id: str, lease_ids: Sequence[str]) -> tuple[list[str], float]:
         """See `leases.keep_alive`."""
-        return await self._write(lambda ledger: leases.keep_alive(ledger, lease_ids))
+        return await self._write(lambda ledger: leases.keep_alive(ledger, worker_id, lease_ids))
 
     async def insert_group(self, lease_id: str, group: GroupContent, payload: bytes, drop_reason: str) -> bool:
         """Check a group and store it durably, or drop it; True if it was there already.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import sqlite3
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ def _grant(ledger: Ledger, row_id: int, worker_id: str) -> LeaseGrant:
         State.OPEN, lease_id, worker_id, fence.incarnation, fence.step, row_id,
     )  # fmt: skip
     ledger.bump(table.id, "drawn")
-    ledger.lease_ends(lease_id, ledger.clock.now() + settings.lease_ttl)
+    ledger.lease_times.begin(lease_id, ledger.clock.now(), settings.lease_ttl)
     return LeaseGrant(
         lease_id=lease_id,
         table=table.name,
@@ -125,7 +124,7 @@ def insert_group(ledger: Ledger, insert: Insert) -> bool:
         _drop(ledger, row, insert)
     else:
         _store(ledger, row, insert)
-    ledger.ends_at.pop(insert.lease_id, None)
+    ledger.lease_times.end(insert.lease_id)
     return False
 
 
@@ -264,34 +263,29 @@ def end_attempt(ledger: Ledger, row: Any, reason: str, *, counts: bool = True) -
 
 def expire_due(ledger: Ledger) -> int:
     """End every lease whose time is over; how many there were."""
-    now = ledger.clock.now()
-    if now < ledger.next_end:
-        return 0
-    due = [lease_id for lease_id, ends in ledger.ends_at.items() if ends <= now]
+    due = ledger.lease_times.due(ledger.clock.now())
     for lease_id in due:
         row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
         if row is None:
-            ledger.ends_at.pop(lease_id, None)
+            ledger.lease_times.end(lease_id)
             continue
         given_up = end_attempt(ledger, row, GIVE_UP_EXPIRED)
         _log.warning("lease expired", lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)
-    ledger.next_end = min(ledger.ends_at.values(), default=math.inf)
     return len(due)
 
 
-def keep_alive(ledger: Ledger, lease_ids: Sequence[str]) -> tuple[list[str], float]:
-    """Extend leases: those that are gone, and the new time to live of the others in seconds."""
+def keep_alive(ledger: Ledger, worker_id: str, lease_ids: Sequence[str]) -> tuple[list[str], float]:
+    """Extend leases: those that are gone or another worker's, and the shortest time that the others have, in seconds."""
     lost: list[str] = []
     ttls: list[float] = []
     now = ledger.clock.now()
     for lease_id in lease_ids:
-        row = ledger.db.one("SELECT table_id FROM groups WHERE lease_id = ?", lease_id)
+        row = ledger.db.one("SELECT table_id FROM groups WHERE lease_id = ? AND worker_id = ?", lease_id, worker_id)
         if row is None:
             lost.append(lease_id)
             continue
         ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
-        ledger.lease_ends(lease_id, now + ttl)
-        ttls.append(ttl)
+        ttls.append(ledger.lease_times.extend(lease_id, now, ttl))
     return lost, min(ttls, default=0.0)
 
 

@@ -7,7 +7,6 @@ sources) or advice (when a lease ends); `recover` rebuilds it from the rows.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vime_buffer.lease_times import LeaseTimes
 from vime_buffer.schema import Database
 from vime_buffer.segments import RECORD_OVERHEAD, Segments, storage_failed
 from vime_buffer.selectors import Selector, make_selector
@@ -32,6 +32,10 @@ NO_PAYLOAD = (
     "oldest_step = NULL, newest_step = NULL, rewards = NULL, truncated = 0, response_tokens = 0, corrupted = 0"
 )
 NO_LEASE = "lease_id = NULL, worker_id = NULL, fence_incarnation = NULL, fence_step = NULL"
+
+_DEAF_S = 1.0
+"""The sweep has the writer look twice a second. If that did not happen for this long, the process or its disk stood
+still, and keep-alives that came in time waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,8 @@ class Ledger:
         self.clock = clock
         self.wall = wall
         self.tables: dict[str, Table] = {}
-        self.ends_at: dict[str, float] = {}
-        """When each open lease ends, on `clock`."""
-        self.next_end = 0.0
-        """No lease ends before; spares a look at all of them."""
+        self.lease_times = LeaseTimes()
+        self._looked_at = self._answered_at = clock.now()
         self.workers_may_go_on = False
         """A prompt or a slot became free since the last commit: workers that wait are to look again."""
         self.segments_may_have_died = False
@@ -136,10 +138,18 @@ class Ledger:
     # -------------------------------------------------------------- what the writer calls
 
     def before_batch(self) -> None:
-        """End the leases whose time is over."""
+        """End the leases whose time is over; time in which nobody could be answered counts against none of them."""
         from vime_buffer.leases import expire_due  # it builds on this module
 
+        now = self.clock.now()
+        if now - self._answered_at > _DEAF_S:
+            self.lease_times.pardon(now - self._looked_at)
+        self._looked_at = now
         expire_due(self)
+
+    def answered(self) -> None:
+        """Note that the operations of a batch are answered."""
+        self._answered_at = self._looked_at
 
     def recover(self) -> None:
         """Forget what an undone transaction left in memory; open leases that are not known get a fresh time."""
@@ -149,17 +159,8 @@ class Ledger:
         for name, table in self.tables.items():
             table.settings = TableSettings.model_validate_json(settings[name])
         ttl = {table.id: table.settings.lease_ttl for table in self.tables.values()}
-        now = self.clock.now()
         open_rows = self.db.all("SELECT lease_id, table_id FROM groups WHERE state = ?", State.OPEN)
-        self.ends_at = {
-            row["lease_id"]: self.ends_at.get(row["lease_id"], now + ttl[row["table_id"]]) for row in open_rows
-        }
-        self.next_end = min(self.ends_at.values(), default=math.inf)
-
-    def lease_ends(self, lease_id: str, at: float) -> None:
-        """Note when an open lease ends."""
-        self.ends_at[lease_id] = at
-        self.next_end = min(self.next_end, at)
+        self.lease_times.restore(((row["lease_id"], ttl[row["table_id"]]) for row in open_rows), self.clock.now())
 
     def after_commit(self) -> None:
         """Delete segments that died. Only after a commit that said so: rows must never point at missing files."""
@@ -266,7 +267,7 @@ class Ledger:
             f"UPDATE groups SET state = ?, attempt = attempt + 1, {NO_LEASE} WHERE id = ?", State.QUEUED, row["id"]
         )
         self.bump(row["table_id"], "requeued")
-        self.ends_at.pop(row["lease_id"], None)
+        self.lease_times.end(row["lease_id"])
         self.workers_may_go_on = True
 
     def give_up(self, row: Any, reason: str) -> None:
@@ -278,7 +279,7 @@ class Ledger:
             row["id"],
         )
         self.bump(row["table_id"], "given_up", reason)
-        self.ends_at.pop(row["lease_id"], None)
+        self.lease_times.end(row["lease_id"])
         self.workers_may_go_on = True
 
     def evict(self, row: Any, reason: str, *, to: State = State.QUEUED, keep_place: bool = False) -> None:

@@ -34,7 +34,7 @@ class PromptServicer(prompt_service_pb2_grpc.PromptServiceServicer):
         )
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Any) -> pb.KeepAliveResponse:
-        lost, ttl = await self._buffer.keep_alive(list(request.lease_ids))
+        lost, ttl = await self._buffer.keep_alive(request.worker_id, list(request.lease_ids))
         return pb.KeepAliveResponse(lost_lease_ids=lost, ttl=convert.duration(ttl))
 
     async def InsertGroup(self, request: pb.InsertGroupRequest, context: Any) -> pb.InsertGroupResponse:

@@ -122,6 +122,18 @@ class Desk:
         """Counts of a table."""
         return self.call(lambda ledger: views.table_view(ledger.db, name)).counts
 
+    def wait(self, seconds: float) -> None:
+        """Let time pass with the beats of a buffer that is awake: an ended lease is ended, and nothing was deaf."""
+        assert isinstance(self.clock, ManualClock)
+        for _ in range(round(seconds / 0.5)):
+            self.clock.advance(0.5)
+            self.writer.submit(lambda ledger: None).result(timeout=30)
+        self.assert_laws()
+
+    def keep_alive(self, lease_ids: Sequence[str], worker_id: str = "worker") -> tuple[list[str], float]:
+        """KeepAlive."""
+        return self.call(lambda ledger: leases.keep_alive(ledger, worker_id, lease_ids))
+
     def close(self) -> None:
         """Stop the writer and close the files."""
         assert self.writer.close()

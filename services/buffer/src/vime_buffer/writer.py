@@ -42,6 +42,10 @@ class Storage(Protocol):
         """Rebuild what is kept in memory from the rows: a transaction was undone."""
         ...
 
+    def answered(self) -> None:
+        """Note that a batch was answered by its results, not by a failure."""
+        ...
+
     def after_commit(self) -> None:
         """Clean up what a commit left to do (segments that died)."""
         ...
@@ -71,6 +75,8 @@ class Writer(Generic[LedgerT]):
         self._closing = threading.Lock()
         self._closed = False
         self._changes = 0
+        self._undone = False  # a transaction failed and what is in memory is not rebuilt yet
+        self._failing = ""  # why, as it was logged: once is enough for a disk that stays full
         self._thread = threading.Thread(target=self._loop, name="ledger-writer", daemon=True)
         self._thread.start()
 
@@ -113,7 +119,19 @@ class Writer(Generic[LedgerT]):
                 item = self._queue.get_nowait()  # nobody else takes from it
             ending = item is None
             if batch:
-                self._run(batch)
+                self._run_safely(batch)
+
+    def _run_safely(self, batch: list[_Operation]) -> None:
+        """If this thread died, every caller from then on would wait for ever."""
+        try:
+            self._run(batch)
+        except Exception as error:  # noqa: BLE001  see above
+            _log.error("the writer failed", exc_info=error)
+            self._undone = True
+            failure = Internal(f"the ledger failed: {type(error).__name__}; see the buffer's log")
+            for operation in batch:
+                if not operation.future.done():
+                    operation.future.set_exception(failure)
 
     def _run(self, batch: list[_Operation]) -> None:
         db, segments = self._ledger.db, self._ledger.segments
@@ -121,6 +139,8 @@ class Writer(Generic[LedgerT]):
         changed = False
         failure: VimeError | None = None
         try:
+            if self._undone:
+                self._restore()
             db.begin()
             self._ledger.before_batch()
             answers = [self._run_one(operation) for operation in batch]
@@ -137,6 +157,10 @@ class Writer(Generic[LedgerT]):
         if failure is not None:
             self._undo(batch, failure)
             return
+        if self._failing:
+            self._failing = ""
+            _log.info("the ledger can be written again")
+        self._ledger.answered()
         if changed:
             self._changed()
         for operation, result, refusal in answers:
@@ -149,7 +173,7 @@ class Writer(Generic[LedgerT]):
         try:
             self._changes = self._ledger.db.value("SELECT total_changes()")
             self._ledger.after_commit()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError) as error:  # the operations are durable, whatever this met
             _log.error("cleaning up after a commit failed; the next start does it", cause=str(error))
         self._on_commit()
 
@@ -178,12 +202,21 @@ class Writer(Generic[LedgerT]):
         return operation, result, refused
 
     def _undo(self, batch: list[_Operation], failure: VimeError) -> None:
-        _log.error("a commit failed, its operations are undone", operations=len(batch), cause=failure.message)
-        try:
-            self._ledger.db.rollback()
-        except sqlite3.Error as error:
-            _log.error("the rollback failed too", cause=str(error))
-        self._ledger.segments.roll_back()
-        self._ledger.recover()
+        """Answer first: what follows needs the disk that has just failed."""
         for operation in batch:
             operation.future.set_exception(failure)
+        if self._failing != failure.message:
+            self._failing = failure.message
+            _log.error("a commit failed, its operations are undone", operations=len(batch), cause=failure.message)
+        self._undone = True
+        try:
+            self._restore()
+        except (sqlite3.Error, OSError) as error:  # the next batch tries again, and says so if it fails
+            _log.debug("what was undone cannot be read", cause=str(error))
+
+    def _restore(self) -> None:
+        """Be where the last commit left the ledger. Until this succeeds no operation may run."""
+        self._ledger.db.rollback()
+        self._ledger.segments.roll_back()
+        self._ledger.recover()
+        self._undone = False
