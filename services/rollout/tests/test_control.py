@@ -160,3 +160,93 @@ async def test_a_device_whose_taker_gave_up_while_it_was_given_away_can_be_taken
         await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
     await control.take_device(ME)
     await fake_stack.generate("n", PROMPT)
+
+
+@pytest.mark.parametrize("step", ["wake", "resume"])
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+async def test_a_resume_that_failed_is_done_by_the_next_one(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch, step: str, how: str
+) -> None:
+    await fake_stack.publish(1, A)
+    await control.give_device(ME)
+    woken: list[str] = []
+    wake = fake_stack.engine.wake
+
+    async def count() -> None:
+        woken.append("wake")
+        await wake()
+
+    async def fail() -> None:
+        if how == "fails":
+            raise EngineError("no answer")
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(fake_stack.engine, "wake", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_stack.engine, step, fail)
+        with pytest.raises(EngineFailed if how == "fails" else TimeoutError):
+            async with asyncio.timeout(0.05):
+                await control.take_device(ME)
+    assert control.paused
+    with pytest.raises(FailedPrecondition, match="ReturnDevice first"):
+        await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+    with pytest.raises(Unavailable, match="paused by a pause"):
+        await fake_stack.generation.generate(request_of("x", PROMPT), 0.05)
+    woken.clear()
+    await control.take_device(ME)
+    assert woken == ["wake"]
+    assert not control.paused
+    await fake_stack.generate("r", PROMPT)
+
+
+async def test_a_sleep_whose_answer_did_not_come_counts_as_asleep(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_stack.publish(1, A)
+
+    async def lost() -> int:
+        raise EngineError("sleep took longer than 120 s")
+
+    calls: list[str] = []
+    wake, resume = fake_stack.engine.wake, fake_stack.engine.resume
+
+    async def woken() -> None:
+        calls.append("wake")
+        if len(calls) == 1:
+            raise EngineError("wake_up took longer than 120 s")
+        await wake()
+
+    async def resumed() -> None:
+        calls.append("resume")
+        await resume()
+
+    monkeypatch.setattr(fake_stack.engine, "sleep", lost)
+    monkeypatch.setattr(fake_stack.engine, "wake", woken)
+    monkeypatch.setattr(fake_stack.engine, "resume", resumed)
+    with pytest.raises(EngineFailed, match="sleep took longer"):
+        await control.give_device(ME)
+    assert calls == ["wake"]
+    assert fake_stack.updater.asleep
+    await control.take_device(ME)
+    assert calls == ["wake", "wake", "resume"]
+    await fake_stack.generate("r", PROMPT)
+
+
+async def test_a_pause_whose_lifting_failed_is_lifted_later(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_stack.publish(1, A)
+    resume = fake_stack.engine.resume
+    tries: list[str] = []
+
+    async def at_second_try() -> None:
+        tries.append("resume")
+        if len(tries) == 1:
+            raise EngineError("no answer")
+        await resume()
+
+    monkeypatch.setattr(fake_stack.engine, "resume", at_second_try)
+    await control.pause(ME, PauseMode.KEEP, 0.1)
+    await fake_stack.generate("r", PROMPT)
+    assert len(tries) == 2
+    assert not control.paused

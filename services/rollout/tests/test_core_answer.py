@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from vime_rollout.config import VllmConfig
 from vime_rollout.engine import EngineError, PauseMode
 from vime_rollout.engines.vllm import VllmEngine
+
+from .conftest import manifest_of
 
 
 class FrozenCore:
@@ -46,3 +50,27 @@ async def test_waiting_for_running_samples_is_bounded_by_the_caller_alone(frozen
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await frozen.pause(PauseMode.WAIT)
+
+
+class FailingCore:
+    """An engine core that answers every call with a failure of its own, as vLLM reports them: a plain Exception."""
+
+    async def _fail(self, *args: object, **options: object) -> None:
+        raise Exception("Call to pause_scheduler method failed: no such block")
+
+    resume_generation = pause_generation = wake_up = sleep = reset_prefix_cache = check_health = collective_rpc = _fail
+
+
+@pytest.mark.parametrize("call", ["resume", "wake", "sleep", "drop_prefix_cache", "check_health"])
+async def test_a_failure_that_the_core_reports_is_an_engine_error_that_names_it(call: str) -> None:
+    engine = VllmEngine(VllmConfig(model="m", enable_sleep_mode=True))
+    engine._llm = FailingCore()
+    with pytest.raises(EngineError, match="failed: Exception: Call to pause_scheduler method failed: no such block"):
+        await getattr(engine, call)()
+
+
+async def test_a_load_has_the_updaters_bound_and_no_shorter_one(frozen: VllmEngine) -> None:
+    weights = {"w": torch.ones(2)}
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):  # longer than `rpc_timeout_seconds`
+            await frozen.load_weights(manifest_of(1, weights), Path("staged"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import numpy as np
@@ -277,7 +276,7 @@ async def test_a_load_that_takes_too_long_is_dirty(fake_stack: Stack, monkeypatc
     monkeypatch.setattr(
         fake_stack.updater, "_config", fake_stack.config.model_copy(update={"load_timeout_seconds": 0.1})
     )
-    with pytest.raises(LoadFailed, match="TimeoutError"):
+    with pytest.raises(LoadFailed, match=r"loading took longer than 0\.1 s"):
         await fake_stack.publish(2, B)
     assert fake_stack.weights.name == "DIRTY"
 
@@ -397,4 +396,3 @@ async def test_a_closed_updater_leaves_no_files(fake_stack: Stack) -> None:
     updater: Updater = fake_stack.updater
     await updater.close()
     assert [p.name for p in fake_stack.config.staging_dir.iterdir()] == ["payloads"]
-    assert json.loads(json.dumps(manifest_of(1, A).to_dict()))

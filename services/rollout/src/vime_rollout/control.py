@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 
 from vime_client.logs import get_logger
-from vime_rollout.engine import Engine, EngineError, PauseMode
+from vime_rollout.engine import Engine, PauseMode
 from vime_rollout.traffic import Traffic
 from vime_rollout.updates import Updater
 from vime_rollout.weights import WeightState
@@ -75,9 +75,10 @@ class Control:
             self._held.asleep = self._updater.asleep = True
             try:
                 return await self._engine.sleep()
-            except EngineError as error:
-                self._held.asleep = False
-                await self._go_on()
+            except Exception as error:
+                # Whether it sleeps is not known: it is woken before it goes on, now or by the next Resume.
+                with contextlib.suppress(EngineFailed):
+                    await self._go_on()
                 raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
 
     async def take_device(self, caller: VersionKey) -> None:
@@ -90,48 +91,52 @@ class Control:
 
     async def _stand_still(self, mode: PauseMode, caller: VersionKey, expires_after_s: float) -> int:
         self._cancel_expiry()
-        await self._traffic.close(_HOLDER)
-        running = [i for i, sample in self._traffic.running.items() if not sample.ended]
         if self._held is None:
             self._held = _Held(mode)
         self._updater.keep_paused = True
+        if not self._held.asleep:
+            # Before anything is waited for: a caller that is gone by then will not lift the pause.
+            self._held.expiry = asyncio.create_task(self._expire(expires_after_s, caller), name="pause-expiry")
+        await self._traffic.close(_HOLDER)
         if self._held.asleep:
             return 0
-        # Before anything is waited for: a caller that is gone by then will not lift the pause.
-        self._held.expiry = asyncio.create_task(self._expire(expires_after_s, caller), name="pause-expiry")
+        running = [i for i, sample in self._traffic.running.items() if not sample.ended]
         try:
             await self._engine.pause(mode)
-        except EngineError as error:
+        except Exception as error:
             await self._go_on()
             raise EngineFailed(f"the engine did not pause: {error}", cause=error) from error
         self.note = ""
         return len(running) if mode is PauseMode.ABORT else 0
 
     async def _go_on(self) -> None:
-        self._cancel_expiry()
-        held, self._held = self._held, None
-        self._updater.keep_paused = self._updater.asleep = False
+        """Wake and resume. Until both are done it still counts as paused, or asleep: the next call does the rest."""
+        held = self._held
         try:
             if held is not None and held.asleep:
                 await self._engine.wake()
             if held is not None:
                 await self._engine.resume()
-        except EngineError as error:
+        except Exception as error:
             raise EngineFailed(f"the engine did not go on: {error}", cause=error) from error
-        finally:
-            await self._traffic.open(_HOLDER)
+        await self._traffic.open(_HOLDER)
+        self._cancel_expiry()
+        self._held = None
+        self._updater.keep_paused = self._updater.asleep = False
 
     async def _expire(self, seconds: float, caller: VersionKey) -> None:
-        await asyncio.sleep(seconds)
-        self.note = f"a pause by {caller} was lifted after {seconds:g} s without a Resume"
-        _log.warning("pause lifted", owner=str(caller), after_s=seconds)
-        async with self._updater.exclusive():
-            if self._held is not None:
-                self._held.expiry = None  # this task; it must not cancel itself
-            with contextlib.suppress(EngineFailed):  # the health watch tells of a dead engine
-                await self._go_on()
+        while True:
+            await asyncio.sleep(seconds)
+            async with self._updater.exclusive():
+                with contextlib.suppress(EngineFailed):  # once more later; the health watch tells of a dead engine
+                    await self._go_on()
+                    self.note = f"a pause by {caller} was lifted after {seconds:g} s without a Resume"
+                    _log.warning("pause lifted", owner=str(caller), after_s=seconds)
+                    return
 
     def _cancel_expiry(self) -> None:
-        if self._held is not None and self._held.expiry is not None:
+        if self._held is None or self._held.expiry is None:
+            return
+        if self._held.expiry is not asyncio.current_task():
             self._held.expiry.cancel()
-            self._held.expiry = None
+        self._held.expiry = None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -194,11 +195,21 @@ class Transfer:
             try:
                 self._outcome.set_result(self._fill(self.manifest, self.staging, deadline, self._stop))
             except BulkDigestMismatch as error:
+                _let_go(error)
                 self._outcome.set_exception(
                     DigestMismatch(str(error), name=error.name, expected=error.expected, actual=error.actual)
                 )
             except BulkError as error:
+                _let_go(error)
                 message = f"the transfer of version {self.version} failed: {error}"
                 self._outcome.set_exception(TransferFailed(message, generation=self.generation, cause=error))
             except Exception as error:  # noqa: BLE001  whatever ends this thread must reach who waits for it
+                _let_go(error)
                 self._outcome.set_exception(error)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames of a failure hold the memory it failed with; the outcome, which is kept, must not."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from vime_rollout.staging_area import StagingArea
 from vime_rollout.traffic import Traffic
 from vime_rollout.transfers import Connect, Fill, Rendezvous, Transfer, connect, read_payload, receive
 from vime_rollout.weights import Prepared, WeightState
-from vime_service.bulk import Manifest, StagingError, TransferStats, VersionKey
+from vime_service.bulk import FileStaging, Manifest, StagingError, TransferStats, VersionKey
 from vime_service.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -144,15 +144,13 @@ class Updater:
                 raise InvalidArgument(
                     f"a canary has {len(prompt.token_ids)} ids and {len(prompt.logprobs)} logprobs", field="canary"
                 )
-        if self.asleep:
-            raise FailedPrecondition("the device is given away: ReturnDevice first", state="asleep", wanted="awake")
+        self._check_awake()
         serving = self._weights.serving
         if serving is not None and serving.version == version and self._weights.update is None:
             return CommittedUpdate(None, 0.0, 0)
         if self._commit is None or self._commit[0] != version or self._commit[1].done():
-            transfer = self._find(version)
-            self._weights.begin_load(version)
-            task = asyncio.create_task(self._run_commit(transfer, list(canary), tolerance, mode), name="commit")
+            self._find(version)
+            task = asyncio.create_task(self._run_commit(version, list(canary), tolerance, mode), name="commit")
             self._commit = (version, task)
         return await asyncio.shield(self._commit[1])
 
@@ -205,24 +203,41 @@ class Updater:
             if answer is Prepared.ALREADY_SERVING:
                 return PreparedUpdate(True, 0)
             if answer is Prepared.START:
-                await self._stop_transfer()
-                try:
+                with self._nothing_left_of(version):
+                    await self._stop_transfer()
                     await self._engine.check_manifest(manifest)
-                    staging = await asyncio.to_thread(self._staging_area().reserve, manifest)
-                except WeightsRefused as error:
-                    self._weights.refused(version)
-                    raise ManifestRefused(str(error), name=error.name) from error
-                except StagingError as error:
-                    self._weights.refused(version)
-                    raise ResourceExhausted(str(error), kind="staging") from error
-                except EngineError as error:
-                    self._weights.refused(version)
-                    raise EngineFailed(f"the manifest could not be checked: {error}", cause=error) from error
+                    staging = await self._reserve(manifest)
                 transfer = self._transfer = Transfer(manifest, staging, generation, fill)
                 transfer.start(
                     timeout_s or self._config.transfer_timeout_seconds, lambda failure: self._ended(transfer, failure)
                 )
             return PreparedUpdate(False, manifest.plan.total_bytes)
+
+    @contextmanager
+    def _nothing_left_of(self, version: VersionKey) -> Iterator[None]:
+        """Whatever stops the preparing, the caller's deadline too, takes the update back: it may be sent again."""
+        try:
+            yield
+        except BaseException as error:
+            self._weights.refused(version)
+            if isinstance(error, WeightsRefused):
+                raise ManifestRefused(str(error), name=error.name) from error
+            if isinstance(error, StagingError):
+                raise ResourceExhausted(str(error), kind="staging") from error
+            if isinstance(error, Exception):
+                raise EngineFailed(f"version {version} could not be prepared: {error!r}", cause=error) from error
+            raise
+
+    async def _reserve(self, manifest: Manifest) -> FileStaging:
+        """Memory for a version. Nothing stops the thread that allocates: who gives up meanwhile waits for its end."""
+        reserving = asyncio.ensure_future(asyncio.to_thread(self._staging_area().reserve, manifest))
+        try:
+            return await asyncio.shield(reserving)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(_close_untaken)
+            # bounded by: the allocation of one file
+            await asyncio.wait([reserving])
+            raise
 
     def _ended(self, transfer: Transfer, failure: BaseException | None) -> None:
         if self._transfer is not transfer or self._weights.update is None:
@@ -231,12 +246,17 @@ class Updater:
             self._weights.staged(transfer.version)
             return
         _log.warning("transfer failed", version=str(transfer.version), cause=str(failure))
+        transfer.staging.close()
         self._weights.drop(transfer.version)
 
     def _find(self, version: VersionKey) -> Transfer:
         if self._transfer is None or self._transfer.version != version:
             raise NotFound(f"no transfer of version {version} was prepared", kind="transfer", name=version)
         return self._transfer
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise FailedPrecondition("the device is given away: ReturnDevice first", state="asleep", wanted="awake")
 
     def _staging_area(self) -> StagingArea:
         if self._area is None:
@@ -251,10 +271,12 @@ class Updater:
     # ---------------------------------------------------------------- committing
 
     async def _run_commit(
-        self, transfer: Transfer, canary: Sequence[CanaryPrompt], tolerance: float, mode: PauseMode
+        self, version: VersionKey, canary: Sequence[CanaryPrompt], tolerance: float, mode: PauseMode
     ) -> CommittedUpdate:
-        version = transfer.version
         async with self._lock:
+            self._check_awake()  # the device may have been given away, or the update dropped, while this waited
+            transfer = self._find(version)
+            self._weights.begin_load(version)
             await self._traffic.close(_HOLDER)
             try:
                 started = time.monotonic()
@@ -290,16 +312,16 @@ class Updater:
             async with asyncio.timeout(self._config.pause_timeout_seconds):
                 await self._engine.pause(mode)
                 await self._engine.abort(self._traffic.outlived_by(version))
-        except (TimeoutError, EngineError) as error:
+        except Exception as error:  # whatever it is, a load that does not come must not hold the engine
             await self._go_on(version)
             raise EngineFailed(
                 f"the engine did not stand still for version {version}: {error!r}", cause=error
             ) from error
 
     async def _load(self, transfer: Transfer) -> WeightLoadReport:
-        version = transfer.version
+        version, seconds = transfer.version, self._config.load_timeout_seconds
         try:
-            async with self._dirty_on_failure(version), asyncio.timeout(self._config.load_timeout_seconds):
+            async with self._dirty_on_failure(version), _at_most(seconds, "loading"):
                 return await self._engine.load_weights(transfer.manifest, transfer.staging.path)
         except WeightsRefused as error:
             await self._go_on(version)
@@ -319,7 +341,7 @@ class Updater:
         if not canary:
             return None
         name = f"canary-{version.incarnation}-{version.step}"
-        async with asyncio.timeout(self._config.canary_timeout_seconds):
+        async with _at_most(self._config.canary_timeout_seconds, "scoring the canary"):
             scores = await asyncio.gather(
                 *(
                     self._generation.score_unfenced(f"{name}/{index}", prompt.token_ids, False)
@@ -333,10 +355,17 @@ class Updater:
         return difference
 
     async def _go_on(self, version: VersionKey) -> None:
-        """No weight has changed: drop the update and go on with the old version."""
+        """No weight has changed: drop the update and go on with the old version; what cannot go on serves nobody."""
         self._weights.load_refused(version)
-        if not self.keep_paused:
+        if self.keep_paused:
+            return
+        try:
             await self._engine.resume()
+        except Exception as error:
+            reason = f"the engine did not go on after version {version} was given up: {error!r}"
+            self._weights.mark_dirty(reason)
+            self._traffic.break_off(reason)
+            raise EngineFailed(reason, cause=error) from error
 
     @asynccontextmanager
     async def _dirty_on_failure(self, version: VersionKey) -> AsyncIterator[None]:
@@ -350,12 +379,27 @@ class Updater:
             self._weights.load_failed(version, f"version {version}: {reason}")
             self._traffic.break_off(reason)
             _log.error("weights unknown", version=str(version), cause=reason)
-            with contextlib.suppress(EngineError):  # it may be what has just failed
+            with contextlib.suppress(Exception):  # it may be what has just failed
                 await self._engine.abort(list(self._traffic.running))
                 await self._engine.resume()
             if not isinstance(error, Exception):
                 raise
             raise LoadFailed(f"loading version {version} failed: {reason}", cause=reason) from error
+
+
+@asynccontextmanager
+async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
+    """A bound whose error names it."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"{what} took longer than {seconds:g} s") from error
+
+
+def _close_untaken(reserving: asyncio.Future[FileStaging]) -> None:
+    if reserving.exception() is None:
+        reserving.result().close()
 
 
 def payload_path(root: Path | None, key: str) -> Path:

@@ -1,4 +1,4 @@
-"""An answer of vLLM's engine core, which is another process: in time, or an error that says what did not come."""
+"""An answer of vLLM's engine core, which is another process: in time, or an error that says what failed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ async def answer_of(what: str, answer: Awaitable[T], seconds: float | None) -> T
 
     Raises:
         EngineDied: the core has ended.
-        EngineError: it did not answer in time.
+        EngineError: it did not answer in time, or answered with a failure of whatever type.
     """
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             return await answer
-    except TimeoutError as error:
-        raise EngineError(f"{what} took longer than {seconds:g} s") from error
     except Exception as error:
+        if limit.expired():
+            raise EngineError(f"{what} took longer than {seconds:g} s") from error
+        if isinstance(error, EngineError):
+            raise
         if vllm_compat.is_engine_death(error):
             raise EngineDied(str(error) or "the engine core has ended") from error
-        raise
+        raise EngineError(f"{what} failed: {type(error).__name__}: {error}") from error

@@ -269,7 +269,7 @@ class VllmEngine:
         paused = self._llm.pause_generation(mode=mode.value, clear_cache=False)
         # Waiting for what runs may take as long as that runs; whoever wants it has a deadline.
         await self._answer("pause_generation", paused, at_once=mode is not PauseMode.WAIT)
-        await vllm_compat.outputs_drained(self._llm)
+        await self._answer("taking in the last outputs", vllm_compat.outputs_drained(self._llm))
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
@@ -306,7 +306,8 @@ class VllmEngine:
 
     async def load_weights(self, manifest: Manifest, path: Path) -> WeightLoadReport:
         """See `Engine.load_weights`."""
-        results = await self._rpc("vime_load", manifest.to_dict(), str(path))
+        # The updater bounds it: a bound here would be a second, hidden one.
+        results = await self._rpc("vime_load", manifest.to_dict(), str(path), at_once=False)
         refused = [result["refused"] for result in results if result["refused"]]
         if len(refused) == len(results):
             raise WeightsRefused(refused[0])
@@ -347,8 +348,8 @@ class VllmEngine:
     async def _try(self, schema: Sequence[tuple[str, str, tuple[int, ...]]]) -> LoadRecord:
         return combine([LoadRecord(**record) for record in await self._rpc("vime_try", list(schema))])
 
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(await self._answer(method, self._llm.collective_rpc(method, args=args)))
+    async def _rpc(self, method: str, *args: Any, at_once: bool = True) -> list[Any]:
+        return list(await self._answer(method, self._llm.collective_rpc(method, args=args), at_once=at_once))
 
     async def _answer(self, what: str, answer: Awaitable[T], *, at_once: bool = True) -> T:
         return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
