@@ -43,18 +43,21 @@ the answer is lost), so sending one again would train twice, save twice, or be r
 
 
 class ChannelError(ValueError):
-    """The channel's settings contradict each other or a file they name cannot be used."""
+    """The address or the channel's settings cannot be used, or a file they name."""
 
 
 def open_channel(address: str, settings: ChannelSettings | None = None) -> grpc.aio.Channel:
     """Open a channel to `host:port`. Must be called in a running event loop; close it with `await channel.close()`.
 
     Raises:
-        ChannelError: a token would travel in plaintext to another machine, or a credential file cannot be read.
-        ValueError: `address` is not `host:port`.
+        ChannelError: `address` is not `host:port`, a token would travel in plaintext to another machine, or a
+            credential file cannot be read.
     """
     settings = settings or ChannelSettings()
-    host, _port = split_address(address)
+    try:
+        host, _port = split_address(address)
+    except ValueError as error:
+        raise ChannelError(str(error)) from None
     try:
         token = read_token(settings.token_file, settings.token_env)
     except TokenError as error:

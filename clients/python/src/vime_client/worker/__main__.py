@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="vime-worker", description="A rollout worker of vime.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting")
-    parser.add_argument("--dry-run", action="store_true", help="check settings and rewards, print them, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check settings and rewards, print settings, and exit")
     arguments = parser.parse_args()
     try:
         config = load_config(WorkerConfig, arguments.config, arguments.set)
@@ -33,22 +33,27 @@ def main() -> int:
 
 def run(config: WorkerConfig) -> int:
     """Set up logs and traces, work until SIGTERM or SIGINT, and return the exit code."""
+    from vime_client.channel import ChannelError
     from vime_client.errors import RpcError
     from vime_client.logs import setup_logging
     from vime_client.parent_watch import die_with_parent
     from vime_client.rewards.functions import FunctionError
+    from vime_client.rewards.pool import PoolClosed
     from vime_client.telemetry import setup_telemetry
     from vime_client.worker.worker import BufferAway
 
-    setup_logging("worker", config.log)
+    try:
+        setup_logging("worker", config.log)
+    except OSError as error:
+        return _say(f"log file {config.log.file} cannot be written: {error.strerror}", code=EXIT_CONFIG)
     telemetry = setup_telemetry("worker", "vime-client", config.telemetry)
     if config.parent_pid is not None:
         die_with_parent(config.parent_pid)
     try:
         asyncio.run(_work(config.worker))
-    except FunctionError as error:
+    except (ChannelError, FunctionError) as error:
         return _say(str(error), code=EXIT_CONFIG)
-    except (RpcError, BufferAway, OSError) as error:
+    except (RpcError, BufferAway, PoolClosed, OSError) as error:
         return _say(str(error), code=EXIT_FAILED)
     finally:
         telemetry.shutdown()
@@ -66,18 +71,21 @@ async def _work(settings: WorkerSettings) -> None:
 
 
 def _dry_run(config: WorkerConfig) -> int:
+    from vime_client.channel import ChannelError, open_channel
     from vime_client.rewards.functions import FunctionError
     from vime_client.rewards.pool import RewardPool
     from vime_client.worker.worker import load_rewards
 
     async def load() -> None:
         settings = config.worker
+        for address in (settings.buffer_address, settings.router_address):
+            await open_channel(address, settings.credentials.once()).close()  # connects to nobody
         async with RewardPool(1, settings.reward_timeout_s, settings.base_dir) as pool:
             await load_rewards(settings, pool)
 
     try:
         asyncio.run(load())
-    except FunctionError as error:
+    except (ChannelError, FunctionError) as error:
         return _say(str(error), code=EXIT_CONFIG)
     sys.stdout.write(to_toml(config))
     return 0
