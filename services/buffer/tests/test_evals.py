@@ -239,3 +239,16 @@ def test_an_older_unfinished_round_ends_as_it_is(make_desk):
     found = result(desk, 0)
     assert (found.done, found.inserted, found.given_up) == (True, 1, 2)
     assert take(desk, EVAL) == ()
+
+
+def test_a_finished_round_keeps_its_results_when_a_payload_is_damaged(desk):
+    desk.begin()
+    finish_round(desk, rewards=[1.0, 0.0])
+    before = result(desk, 0)
+    train(desk, 1)
+    group_id = f"{EVAL}@0/heldout:0:1"
+    desk.call(lambda ledger: ledger.db.run("UPDATE groups SET corrupted = 1 WHERE group_id = ?", group_id))
+    for step in (1, 0):
+        desk.begin(step)
+        assert result(desk, 0) == before
+    assert desk.counts(EVAL).evicted == {}

@@ -6,7 +6,7 @@ import pytest
 
 from vime_buffer import incarnation, leases
 from vime_buffer.testing import RUN_ID
-from vime_buffer.values import Blocked, State, Version
+from vime_buffer.values import Blocked, Outcome, State, Version
 from vime_service.errors import FleetOwned, InvalidArgument, LeaseLost, ResumeOutOfRange, StaleIncarnation
 
 
@@ -270,6 +270,103 @@ def test_a_place_that_stays_empty_shortens_its_batch_and_an_empty_batch_is_chose
     for lease in desk.lease().leases:
         desk.call(lambda ledger, lost=lease: leases.fail_prompt(ledger, lost.lease_id, Failure.GENERATION, ""))
     assert desk.train(2) == ["train/train:0:4", "train/train:0:5"]
+
+
+def test_after_regenerate_new_checkpoints_can_be_resumed(make_desk):
+    desk = make_desk(60)
+    trained_to(desk, 8)
+    desk.checkpoint(8, oldest_kept=7)
+    assert desk.begin(3, regenerate=True).oldest_resumable_step == 3
+    batches = {step: desk.train(step) for step in (4, 5, 6)}
+    assert desk.begin(5).oldest_resumable_step == 3
+    assert names(desk.batch(6)) == batches[6]
+    desk.checkpoint(5)
+    with pytest.raises(ResumeOutOfRange):
+        desk.open(4)
+
+
+def test_a_rewind_with_a_publish_interval_reaches_the_end(make_desk):
+    """The window is full of groups for later batches, and the one prompt that training waits for has no slot."""
+    desk = make_desk(40, groups_per_step=2, max_staleness=1, publish_interval=2)
+    desk.begin()
+    generate(desk)
+    desk.batch(1)
+    desk.complete(1, publish=False)
+    second = names(desk.batch(2))
+    desk.complete(2)
+    first, *others = desk.lease().leases
+    assert len(others) == 3
+    for lease in others:
+        desk.insert(lease)
+    desk.begin(1)
+    assert names(desk.batch(2)) == second
+    desk.complete(2, publish=False)
+    waits = desk.batch(3)
+    assert (waits.blocked, waits.counts["queued"], waits.counts["free_slots"]) == (Blocked.GENERATING, 1, 0)
+    (again,) = desk.lease().leases
+    assert again.group_id == first.group_id
+    desk.insert(again)
+    third = desk.batch(3)
+    assert names(third) == [first.group_id, others[0].group_id]
+    assert max(group.staleness for group in third.groups) <= 1
+    desk.complete(3)
+    assert names(desk.batch(4)) == [lease.group_id for lease in others[1:]]
+
+
+def test_a_prompt_that_waits_for_training_is_blocked_by_admission(make_desk):
+    desk = make_desk(40, groups_per_step=1, max_staleness=0)
+    desk.begin()
+    desk.train(1)
+    generate(desk)
+    desk.batch(2)
+    desk.begin(1)
+    desk.call(lambda ledger: ledger.db.run("UPDATE groups SET corrupted = 1 WHERE train_step = 2"))
+    desk.begin(0)  # batch 2 has to be made again, and must wait for step 1
+    assert desk.counts().free_slots == 0
+    answer = desk.lease()
+    assert (answer.blocked, answer.counts["queued"]) == (Blocked.ADMISSION, 1)
+    desk.batch(1)
+    assert desk.batch(2).blocked is Blocked.ADMISSION
+
+
+def test_a_replayed_batch_is_never_older_than_k(make_desk):
+    desk = make_desk(40)
+    desk.begin()
+    generate(desk)
+    first = names(desk.batch(1))
+    desk.complete(1, Outcome.SKIPPED)
+    generate(desk)
+    second = names(desk.batch(2))
+    desk.begin(0)
+    assert names(desk.batch(1)) == first
+    desk.complete(1)  # the same step changes the weights this time
+    assert desk.batch(2).blocked is Blocked.GENERATING
+    again = desk.lease().leases
+    assert [lease.group_id for lease in again] == second
+    for lease in again:
+        assert lease.fence.step == 1
+        desk.insert(lease)
+    batch = desk.batch(2)
+    assert (names(batch), [group.staleness for group in batch.groups]) == (second, [0, 0])
+    assert desk.counts().evicted == {"STALE": 2}
+
+
+def test_a_replay_that_is_fetched_ahead_waits_for_what_decides_its_age(make_desk):
+    desk = make_desk(40, max_staleness=1)
+    desk.begin()
+    batches = {}
+    for step in (1, 2, 3):
+        generate(desk)
+        batches[step] = names(desk.batch(step))
+        desk.complete(step, Outcome.SKIPPED)
+    desk.begin(0)
+    for step in (1, 2):
+        assert names(desk.batch(step)) == batches[step]
+    assert desk.batch(3).blocked is Blocked.ADMISSION  # two steps old, unless one of the two is skipped again
+    for step in (1, 2):
+        desk.complete(step, Outcome.SKIPPED)
+    assert names(desk.batch(3)) == batches[3]
+    assert desk.counts().evicted == {}
 
 
 # ------------------------------------------------------------------ K27

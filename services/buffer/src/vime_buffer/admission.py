@@ -1,7 +1,8 @@
 """Which prompts may be leased now: eval rounds first, then what the limiter of each table lets in.
 
 Within a table: places of recorded batches that lost their group, then prompts that were admitted before, then new ones
-from the source. All in admission order, so that nothing overtakes.
+from the source. All in admission order, so that nothing overtakes. The first, and those of the second that training
+needs next, wait for no slot: a rewind may have filled all of them with groups that can only be trained after these.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from vime_buffer.ledger import Ledger, RunState, Table
-from vime_buffer.limiter import Limits, Occupancy, free_slots, may_refill
+from vime_buffer.limiter import Limits, Occupancy, free_slots, may_refill, near_enough
 from vime_buffer.values import Blocked, State, prompt_id
 
 
@@ -85,17 +86,18 @@ def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Adm
         # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
         return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
     refills = _refills(ledger, run, table, wanted)
-    slots = max(0, min(counts["free_slots"], wanted) - len(refills))  # they take theirs first
+    due = min(_due(ledger, run, table), wanted - len(refills))
+    slots = max(0, min(counts["free_slots"], wanted) - len(refills) - due)  # they take theirs first
     waiting = _ids(
         ledger,
         "SELECT id FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NULL ORDER BY admission LIMIT ?",
         table.id,
-        slots,
+        due + slots,
     )
-    rows = refills + waiting + _draw(ledger, table, slots - len(waiting))
+    rows = refills + waiting + _draw(ledger, table, due + slots - len(waiting))
     if rows:
         return Admitted(tuple(rows))
-    if counts["free_slots"] == 0 and not exhausted(ledger, table):
+    if counts["free_slots"] == 0 and (counts["queued"] or not exhausted(ledger, table)):
         return Admitted(blocked=Blocked.ADMISSION, counts=counts)
     waits = counts["open"] or counts["queued"]
     return Admitted(blocked=Blocked.GENERATING if waits else Blocked.END_OF_DATA, counts=counts)
@@ -112,6 +114,29 @@ def _refills(ledger: Ledger, run: RunState, table: Table, wanted: int) -> list[i
     )
     k = table.settings.max_staleness
     return [r["id"] for r in found if may_refill(r["train_step"], run.completed_step, k, unpublished)]
+
+
+def _due(ledger: Ledger, run: RunState, table: Table) -> int:
+    """How many of the waiting prompts, the first in admission order, belong to batches near enough to be made now."""
+    newest = max(run.leased_step, ledger.db.value("SELECT coalesce(max(step), 0) FROM batches"))
+    limits = _limits(table)
+    within = near_enough(newest, run.completed_step, limits, ledger.unpublished_steps(run))
+    sql = (
+        "SELECT count(*) FROM (SELECT state FROM groups WHERE table_id = ? AND state IN (0, 1, 2) "
+        "AND train_step IS NULL ORDER BY admission LIMIT ?) WHERE state = 0"
+    )
+    return int(ledger.db.value(sql, table.id, within))
+
+
+def may_admit(ledger: Ledger, run: RunState, table: Table) -> bool:
+    """True if a worker that asks would be given a prompt that waits, or one for a free slot."""
+    free = occupancy_counts(ledger, run, table)["free_slots"]
+    return free > 0 or bool(_refills(ledger, run, table, 1)) or _due(ledger, run, table) > 0
+
+
+def _limits(table: Table) -> Limits:
+    settings = table.settings
+    return Limits(settings.groups_per_step, settings.max_staleness, settings.capacity)
 
 
 def _draw(ledger: Ledger, table: Table, wanted: int) -> list[int]:
@@ -162,14 +187,13 @@ def occupancy_counts(ledger: Ledger, run: RunState, table: Table) -> dict[str, i
     by_state = {row["state"]: int(row["n"]) for row in rows}
     occupancy = Occupancy(by_state.get(State.OPEN, 0), by_state.get(State.STORED, 0), by_state.get(State.LEASED, 0))
     settings = table.settings
-    limits = Limits(settings.groups_per_step, settings.max_staleness, settings.capacity)
     unpublished = ledger.unpublished_steps(run)
     return {
         "queued": by_state.get(State.QUEUED, 0),
         "open": occupancy.open,
         "stored": occupancy.stored,
         "leased": occupancy.leased,
-        "free_slots": free_slots(occupancy, limits, unpublished),
+        "free_slots": free_slots(occupancy, _limits(table), unpublished),
         "groups_per_step": settings.groups_per_step,
         "max_staleness": settings.max_staleness,
         "policy_step": run.policy.step if run.policy else 0,

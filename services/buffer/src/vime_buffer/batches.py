@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from vime_buffer.admission import exhausted, occupancy_counts
+from vime_buffer.admission import exhausted, may_admit, occupancy_counts
 from vime_buffer.evals import holding, open_due_rounds, opened_at, will_hold
 from vime_buffer.ledger import Ledger, RunState, Table
 from vime_buffer.limiter import staleness
@@ -85,9 +85,18 @@ def _held(ledger: Ledger, run: RunState, table: Table) -> BatchAnswer | None:
 
 
 def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer | None:
-    """The batch as an earlier incarnation leased it; None if nothing is left of it."""
-    rows = ledger.db.all("SELECT id, state FROM groups WHERE train_step = ? ORDER BY place", step)
-    if any(row["state"] != State.STORED for row in rows):
+    """The batch as an earlier incarnation leased it; None if nothing is left of it.
+
+    Replay is exact, with one exception: where an earlier step was skipped then and changed the weights now, a group may
+    have grown older than `max_staleness`. Such a group is made again in its place.
+    """
+    rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+    old = [row for row in rows if row["state"] == State.STORED and _too_old(ledger, table, step, row)]
+    if old and run.completed_step < step - 1:  # a step on the way may be skipped again, as it was then
+        return BatchAnswer(blocked=Blocked.ADMISSION, counts=occupancy_counts(ledger, run, table))
+    for row in old:
+        ledger.evict(row, EVICT_STALE, keep_place=True)
+    if old or any(row["state"] != State.STORED for row in rows):
         return _blocked(ledger, run, table, workers_ask)
     if not rows:
         return None
@@ -95,6 +104,16 @@ def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_as
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
     ledger.db.run("UPDATE run SET leased_step = ?", step)
     return BatchAnswer(_groups_of(ledger, step), replayed=True)
+
+
+def _too_old(ledger: Ledger, table: Table, step: int, row: sqlite3.Row) -> bool:
+    if not _ages(table):
+        return False
+    return staleness(step, row["oldest_step"], ledger.skipped_steps()) > table.settings.max_staleness
+
+
+def _ages(table: Table) -> bool:
+    return table.settings.kind != "sft"  # nothing was sampled there, so nothing grows old
 
 
 def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer:
@@ -133,7 +152,7 @@ def _candidates(ledger: Ledger, table: Table, step: int, skipped: Sequence[int],
         table.id,
         -1 if limit is None else limit,
     )
-    aging = table.settings.kind != "sft"  # nothing was sampled there, so nothing grows old
+    aging = _ages(table)
     return [
         Candidate(
             row["id"],
@@ -172,7 +191,7 @@ def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> 
     counts = occupancy_counts(ledger, run, table)
     if counts["open"]:
         reason = Blocked.GENERATING
-    elif counts["free_slots"] == 0 and counts["queued"] == 0:
+    elif not may_admit(ledger, run, table):
         reason = Blocked.ADMISSION
     else:
         reason = Blocked.GENERATING if workers_ask else Blocked.NO_WORKER

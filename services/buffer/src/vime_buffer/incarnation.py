@@ -55,7 +55,7 @@ def open_incarnation(
         "UPDATE run SET incarnation = ?, resume_step = ?, recipe_digest = ?, policy_incarnation = NULL, "
         "policy_step = NULL, leased_step = ?, completed_step = ?, oldest_kept_step = ?",
         incarnation, resume_step, recipe_digest or run.recipe_digest, resume_step, resume_step,
-        resume_step if resume_step > newest else oldest,
+        oldest if oldest <= resume_step <= newest else resume_step,  # whatever follows it is made anew and kept
     )  # fmt: skip
     last = max(ledger.db.value("SELECT coalesce(max(step), 0) FROM batches"), resume_step)
     _log.info(
@@ -93,7 +93,8 @@ def _settle(ledger: Ledger, resume_step: int) -> None:
 def _rewind(ledger: Ledger, resume_step: int, *, evict: bool) -> tuple[int, int]:
     """Groups stored again and prompts queued again."""
     requeued = 0
-    for row in ledger.db.all("SELECT * FROM groups WHERE corrupted = 1 AND state IN (2, 3, 4)"):
+    # Eval groups go with their rounds: of one that is done, the ledger has what the round gave, and no payload is read.
+    for row in ledger.db.all("SELECT * FROM groups WHERE corrupted = 1 AND state IN (2, 3, 4) AND eval_step IS NULL"):
         if row["train_step"] is None or row["train_step"] > resume_step:
             ledger.evict(row, EVICT_CORRUPTED, keep_place=True)
             requeued += 1

@@ -275,7 +275,7 @@ def expire_due(ledger: Ledger) -> int:
 
 
 def keep_alive(ledger: Ledger, worker_id: str, lease_ids: Sequence[str]) -> tuple[list[str], float]:
-    """Extend leases: those that are gone or another worker's, and the shortest time that the others have, in seconds."""
+    """Extend leases: those that are gone or another worker's, and the shortest time left to the others, in seconds."""
     lost: list[str] = []
     ttls: list[float] = []
     now = ledger.clock.now()

@@ -58,6 +58,17 @@ def may_refill(train_step: int, completed_step: int, max_staleness: int, unpubli
     return train_step - 1 - completed_step + unpublished_steps <= max_staleness
 
 
+def near_enough(newest_step: int, completed_step: int, limits: Limits, unpublished_steps: int = 0) -> int:
+    """How many prompts outside of batches, in the order of admission, may be generated now as far as staleness goes.
+
+    The i-th of them is trained at most i // groups_per_step + 1 steps after the newest batch, so one that was admitted
+    before and waits again may be made like a refill. Without this a window that a rewind left full, and that steps
+    without a publish make smaller, would hold back the prompt that training waits for.
+    """
+    steps = limits.max_staleness + 1 - (newest_step - completed_step) - unpublished_steps
+    return max(0, steps) * limits.groups_per_step
+
+
 def staleness(train_step: int, oldest_step: int, skipped_steps: Collection[int] = ()) -> int:
     """Versions between the policy that trains `train_step` and the oldest version of a group, at least 0.
 
