@@ -138,6 +138,86 @@ def test_no_setting_of_any_service_takes_a_token_itself(kind: str) -> None:
     assert asking == []
 
 
+RECIPE = """
+run = { name = "r", steps = 1 }
+model.path = "model"
+rewards.default = "reward.py:score"
+launcher.env = { HF_TOKEN = "HUGGING", AWS_SECRET_ACCESS_KEY = "AMAZON", OMP_NUM_THREADS = "2" }
+rollout.vllm = { hf_token = "ENGINES", env = { WANDB_API_KEY = "WEIGHTS" } }
+
+[tables.train]
+source.path = "train.jsonl"
+sampling = { max_tokens = 8 }
+"""
+SECRETS = ("HUGGING", "AMAZON", "ENGINES", "WEIGHTS")
+
+
+@pytest.fixture
+def recipe_with_secrets(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def score(text):\n    return 1\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path / "recipe.toml"
+
+
+def test_environment_secrets_of_a_recipe_are_in_no_report(
+    recipe_with_secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vime_client.config_loading import to_toml
+    from vime_client.driver import run as driver
+    from vime_client.recipe import load_recipe
+    from vime_client.report.build import build_report
+
+    async def no_preflight(*_: object) -> None: ...
+
+    monkeypatch.setattr(driver, "preflight", no_preflight)
+    run_dir = tmp_path / "runs" / "r"
+    recipe = load_recipe(recipe_with_secrets)
+    for mode in ("new", "resume"):  # files of an earlier start are written anew, not only opened
+        driver._prepare(recipe, recipe_with_secrets, tmp_path, run_dir, mode)
+        build_report(run_dir)
+        for path in (run_dir / "services").iterdir():
+            path.chmod(0o644) if mode == "new" else None
+    holding = {
+        str(path.relative_to(run_dir)): path.stat().st_mode & 0o777
+        for path in run_dir.rglob("*")
+        if path.is_file() and any(secret in path.read_text() for secret in SECRETS)
+    }
+    assert holding == {"services/plan.json": 0o600, "services/rollout-0.toml": 0o600}
+    shown = to_toml(recipe)  # what --dry-run prints
+    assert not any(secret in shown for secret in SECRETS)
+    assert 'OMP_NUM_THREADS = "2"' in shown
+    (run_dir / "config.toml").write_text(RECIPE)  # of a run that an earlier version wrote
+    build_report(run_dir)
+    assert not any(secret in (run_dir / "report.html").read_text() for secret in SECRETS)
+    assert "OMP_NUM_THREADS" in (run_dir / "report.html").read_text()
+
+
+def test_a_run_folder_that_holds_no_secrets_says_what_to_resume_with(
+    recipe_with_secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vime_client.config_loading import ConfigError, to_toml
+    from vime_client.driver.folder import open_folder
+    from vime_client.driver.run import RunOptions, load_run
+    from vime_client.recipe import load_recipe
+
+    run_dir = tmp_path / "runs" / "r"
+    open_folder(run_dir, "new", tmp_path)
+    (run_dir / "config.toml").write_text(to_toml(load_recipe(recipe_with_secrets)))
+    monkeypatch.setenv("HF_TOKEN", "from the environment, which goes before the recipe's")
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_dir, RunOptions(mode="resume"))
+    assert [problem.split(" of ")[0] for problem in caught.value.problems] == [
+        "launcher.env.AWS_SECRET_ACCESS_KEY",
+        "rollout.vllm.hf_token",
+        "rollout.vllm.env.WANDB_API_KEY",
+    ]
+    assert "vime run RECIPE --resume" in caught.value.problems[0]
+    load_run(run_dir, RunOptions(join=True))  # who only looks on needs none
+
+
 # ------------------------------------------------------------------ sources
 
 _PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}

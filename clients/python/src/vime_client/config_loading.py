@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from vime_client.redaction import starred
+
 Key = tuple[str | int, ...]
 """Where a setting stands: names of tables and keys, or positions in arrays."""
 
@@ -77,7 +79,8 @@ def to_toml(config: BaseModel) -> str:
     """The resolved configuration as TOML: defaults included, secrets starred out, unset (None) settings left out."""
     import tomli_w
 
-    return tomli_w.dumps(_without_none(config.model_dump(mode="json", by_alias=True)), multiline_strings=False)
+    plain = _without_none(config.model_dump(mode="json", by_alias=True))
+    return tomli_w.dumps(starred(plain), multiline_strings=False)
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

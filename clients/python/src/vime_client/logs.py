@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vime_client.config_loading import ConfigModel
+from vime_client.redaction import STARS, is_secret
 
 _STANDARD = frozenset({"exc_info", "stack_info", "stacklevel", "extra"})
-_SECRET_KEY = re.compile(r"(^|_|-)(secret|password|passwd|api_?key|authorization|private_key|token)$", re.IGNORECASE)
-# `first_token` is a position, `token` and `auth_token` are secrets.
-_NOT_SECRET = frozenset({"first_token", "last_token", "eos_token", "bos_token", "pad_token", "next_page_token"})
 _SECRET_TEXT = re.compile(r"(?i)\b(bearer\s+|(?:api[_-]?key|password|secret|auth[_-]?token)\s*[=:]\s*)[^\s,;\"']+")
-_STARS = "[redacted]"
 
 
 class LogConfig(ConfigModel):
@@ -82,8 +79,8 @@ def register_secret(value: str) -> None:
 def redact(text: str) -> str:
     """`text` without registered secrets and without anything that looks like a credential."""
     for secret in tuple(_secrets):
-        text = text.replace(secret, _STARS)
-    return _SECRET_TEXT.sub(lambda match: match.group(1) + _STARS, text)
+        text = text.replace(secret, STARS)
+    return _SECRET_TEXT.sub(lambda match: match.group(1) + STARS, text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -143,8 +140,8 @@ def _add(root: logging.Logger, handler: logging.Handler, formatter: logging.Form
 def _redacted(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {str(k): _redacted(v, str(k)) for k, v in value.items()}
-    if key not in _NOT_SECRET and _SECRET_KEY.search(key):
-        return _STARS
+    if is_secret(key):
+        return STARS
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, (list, tuple)):

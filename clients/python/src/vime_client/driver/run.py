@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import tempfile
@@ -24,6 +25,7 @@ from vime_client.launcher.preflight import preflight
 from vime_client.launcher.process import last_lines
 from vime_client.launcher.state import RunState, hold, read_state
 from vime_client.recipe import Recipe, load_recipe
+from vime_client.redaction import starred_keys
 from vime_client.report.build import build_report
 from vime_client.report.history import read_history
 from vime_client.report.terminal import show
@@ -55,7 +57,7 @@ class RunOptions:
 def run(recipe_path: Path, options: RunOptions, console: Console, errors: Console) -> int:
     """Run a recipe to its end; the exit code. Problems are sentences on `errors`."""
     try:
-        recipe, base_dir, run_dir = _load(recipe_path, options)
+        recipe, base_dir, run_dir = load_run(recipe_path, options)
         if options.dry_run:
             asyncio.run(_dry_run(recipe, recipe_path, base_dir, console))
             return 0
@@ -76,15 +78,29 @@ def run(recipe_path: Path, options: RunOptions, console: Console, errors: Consol
     return EXIT_REFUSED
 
 
-def _load(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
-    """The recipe, the folder its modules are found in, and the run folder. A run folder stands for its own recipe."""
+def load_run(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
+    """The recipe, the folder its modules are found in, and the run folder. A run folder stands for its own recipe.
+
+    Raises:
+        ConfigError: the recipe is wrong, or a run is to start from a folder whose config.toml lacks the secrets.
+        FolderRefused: the folder holds no run.
+    """
     if path.is_dir():
         if not (path / "config.toml").is_file():
             raise ConfigError([f"{path} is neither a recipe nor a run folder: it has no config.toml"])
         recipe = load_recipe(path / "config.toml", options.overrides)
+        if not options.join and (lacking := _lacking_secrets(recipe)):
+            say = "{} of this run is a secret, which config.toml does not keep: continue with vime run RECIPE --resume"
+            raise ConfigError([say.format(key) for key in lacking])
         return recipe, Path(read_run(path).get("base_dir", path)), path.resolve()
     recipe = load_recipe(path, options.overrides, options.name)
     return recipe, path.parent.absolute(), recipe.run_dir
+
+
+def _lacking_secrets(recipe: Recipe) -> list[str]:
+    """Keys with stars instead of a value; what the user's environment sets goes before the recipe's anyway."""
+    given = {f"launcher.env.{name}" for name in os.environ}
+    return [key for key in starred_keys(recipe.model_dump(mode="json", by_alias=True)) if key not in given]
 
 
 def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,7 +128,7 @@ def write_plan(recipe: Recipe, base_dir: Path, run_dir: Path, run_id: str, ports
 def save_plan(plan: RunPlan, run_dir: Path) -> None:
     """Write `services/plan.json`."""
     (run_dir / "services").mkdir(parents=True, exist_ok=True)
-    (run_dir / "services" / "plan.json").write_text(plan.model_dump_json(indent=1), encoding="utf-8")
+    _write_private(run_dir / "services" / "plan.json", plan.model_dump_json(indent=1))
 
 
 def load_plan(run_dir: Path) -> RunPlan:
@@ -225,4 +226,13 @@ def _plain(settings: BaseModel) -> dict[str, Any]:
 
 
 def _write_toml(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(tomli_w.dumps(data), encoding="utf-8")
+    _write_private(path, tomli_w.dumps(data))
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file by one that only its owner reads: environment variables and engine options may be secrets."""
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from vime_client.redaction import starred
 from vime_client.report.history import History, Row
 
 _STYLE = """
@@ -37,7 +41,7 @@ def write_page(
         "</div>",
         _samples(samples),
         _laws(summary),
-        _details("Configuration", _read(run_dir / "config.toml")),
+        _details("Configuration", _configuration(run_dir / "config.toml")),
         _details("Versions", json.dumps(summary["versions"], indent=1)),
     ]
     new = run_dir / "report.html.new"
@@ -161,8 +165,9 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 1)
 
 
-def _read(path: Path) -> str:
+def _configuration(path: Path) -> str:
+    """The run's recipe without secrets, also that of a run whose config.toml holds some."""
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return tomli_w.dumps(starred(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
         return ""
