@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vime_rollout.engine import (
     PauseMode,
     RequestRefused,
     SamplingSettings,
+    ScoreAborted,
 )
 from vime_rollout.engines.fake import FakeEngine
 
@@ -257,6 +259,35 @@ async def test_a_pause_while_idle_is_no_trouble(engine: Engine) -> None:
         await asyncio.wait_for(engine.pause(mode), 5)
         await engine.resume()
     assert len((await last(engine, "a/0")).token_ids) == 12
+
+
+async def test_an_aborted_score_says_so(engine: Engine) -> None:
+    await engine.pause(PauseMode.KEEP)
+    scoring = asyncio.create_task(engine.score("s/0", prompt_of(40), False))
+    await asyncio.sleep(0.1)
+    await engine.abort(["s/0"])
+    with pytest.raises(ScoreAborted):
+        await asyncio.wait_for(scoring, 5)
+    await engine.resume()
+    assert len((await engine.score("s/0", prompt_of(40), False)).logprobs) == 39
+
+
+async def test_a_request_that_ended_is_in_the_progress_until_its_end_was_read(engine: Engine) -> None:
+    request = EngineRequest("a/0", prompt_of(10), SamplingSettings(60, ignore_eos=True), 1, stream=True)
+    outputs = engine.generate(request)
+    await anext(outputs)
+    await until_progress(engine, "a/0", 60)
+    await asyncio.wait_for(engine.pause(PauseMode.WAIT), 20)  # it has ended, whoever reads it
+    assert engine.progress()["a/0"] == 60
+    began = time.monotonic()
+    await engine.abort(["a/0"])
+    assert time.monotonic() - began < 0.5
+    await engine.resume()
+    rest = [output async for output in outputs]
+    assert rest[-1].end is not None
+    assert rest[-1].end.finish_reason is FinishReason.LENGTH
+    assert len(rest[-1].token_ids) == 60
+    assert "a/0" not in engine.progress()
 
 
 async def test_an_option_the_engine_does_not_know_is_the_requests_fault(engine: Engine) -> None:

@@ -179,6 +179,10 @@ class RequestRefused(EngineError):
     """The engine refuses a request's options; the request is wrong, not the engine."""
 
 
+class ScoreAborted(EngineError):
+    """A score was ended by `abort` or a pause: nothing is wrong with the engine or the sequence."""
+
+
 class WeightsRefused(EngineError):
     """The staged weights cannot be loaded. Nothing was changed: the old weights still serve.
 
@@ -240,13 +244,17 @@ class Engine(Protocol):
         """
 
     async def score(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
-        """Logprobs (and routes) of given ids, at least two."""
+        """Logprobs (and routes) of given ids, at least two.
+
+        Raises:
+            ScoreAborted: `abort` or a pause ended it.
+        """
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; each yields its end with `FinishReason.ABORT`. Unknown ids are no error."""
 
     def progress(self) -> Mapping[str, int]:
-        """New tokens so far of every request the engine holds. Exact while paused."""
+        """New tokens so far of every request whose end was not read yet, also if it has ended. Exact while paused."""
 
     def load_snapshot(self) -> EngineLoad:
         """How busy it is, as of its last step."""

@@ -22,6 +22,7 @@ from vime_rollout.engine import (
     RequestRefused,
     Routes,
     SamplingSettings,
+    ScoreAborted,
     SequenceScore,
 )
 from vime_rollout.requests import GenerationRequest, check_ids, check_request, check_routes
@@ -41,7 +42,7 @@ class RoutesWrong(Internal):
 
 
 class WeightsChanged(Aborted):
-    """The weights changed while a sequence was scored, twice. Metadata: version."""
+    """A weight update or a pause ended the scoring of a sequence, twice. Metadata: version."""
 
     reason = "TRANSFER_FAILED"
 
@@ -147,7 +148,7 @@ class Generation:
 
         Raises:
             VimeError: as `generate`.
-            WeightsChanged: a weight update came in between, twice in a row.
+            WeightsChanged: a weight update or a pause came in between, twice in a row.
         """
         description = self._engine.description
         check_ids("token_ids", token_ids, description.vocab_size)
@@ -160,24 +161,32 @@ class Generation:
                 prompt_tokens=len(token_ids),
                 max_model_len=description.max_model_len,
             )
-        version: VersionKey | None = None
+        end = time.monotonic() + seconds
         for _ in range(2):
-            await self._traffic.wait_open(seconds)
+            await self._traffic.wait_open(end - time.monotonic())
             request_id = self._score_id()
             with self._traffic.admit([request_id], fence) as (sample,):
                 version = sample.spans[0].version
-                score = await self.score_unfenced(request_id, token_ids, return_routes)
-                await self._traffic.deliverable()
+                try:
+                    score = await self.score_unfenced(request_id, token_ids, return_routes)
+                except ScoreAborted:
+                    continue  # by an update or a pause; if the new weights do not pass the fence, `admit` says so
+                await self._traffic.deliverable(sample)
                 if sample.spans == [VersionSpan(0, version)]:
                     return score, version
-        raise WeightsChanged(f"version {version} took over twice while a sequence was scored", version=version)
+        raise WeightsChanged(
+            f"weight updates or pauses came in between twice while a sequence was scored, the second time on {version}",
+            version=version,
+        )
 
     async def score_unfenced(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
-        """As `score`, past the gate: for the canary of an update."""
+        """As `score`, past the gate: for the canary of an update. Raises `ScoreAborted` when it is ended."""
         try:
             score = await self._engine.score(request_id, token_ids, return_routes)
         except RequestRefused as error:
             raise InvalidArgument(str(error), field="sequences") from error
+        except ScoreAborted:
+            raise
         except EngineError as error:
             raise EngineFailed(f"the engine failed: {error}", cause=error) from error
         if return_routes:
@@ -262,7 +271,7 @@ class Generation:
                 async for output in outputs:
                     if output.end is not None:
                         sample.ended = True
-                    await self._traffic.deliverable()
+                    await self._traffic.deliverable(sample)
                     sample.made_by(len(output.token_ids))
                     yield output
         except RequestRefused as error:

@@ -27,7 +27,10 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class RunningSample:
-    """One admitted sample. `resumed` response tokens were generated elsewhere, before it came here."""
+    """One admitted sample. `resumed` response tokens were generated elsewhere, before it came here.
+
+    `broken`: it ran while wrong weights did. Whatever is verified later, nothing more of it may be shown.
+    """
 
     engine_request_id: str
     fence: Fence
@@ -35,6 +38,7 @@ class RunningSample:
     resumed: int = 0
     ended: bool = False
     aborted: bool = False
+    broken: EngineFailed | None = None
 
     def change_over(self, version: VersionKey, new_tokens: int) -> None:
         """From the token after `new_tokens` on, `version` generates."""
@@ -46,8 +50,11 @@ class RunningSample:
         """The spans of the first `new_tokens` new tokens; a version that took over at the very end made none of them.
 
         Raises:
+            EngineFailed: tokens may come from weights that turned out to be wrong.
             FenceNotMet: tokens came from weights that the fence does not accept.
         """
+        if self.broken is not None:
+            raise self.broken
         total = self.resumed + new_tokens
         spans = tuple(span for span in self.spans if span.first_token < total) or tuple(self.spans[:1])
         for span in spans:
@@ -77,7 +84,6 @@ class Traffic:
         self._running: dict[str, RunningSample] = {}
         self._deliver = asyncio.Event()
         self._deliver.set()
-        self._broken: EngineFailed | None = None
         self._draining = False
 
     @property
@@ -125,7 +131,7 @@ class Traffic:
             for sample in samples:
                 del self._running[sample.engine_request_id]
 
-    async def deliverable(self) -> None:
+    async def deliverable(self, sample: RunningSample) -> None:
         """Wait until what was generated may be shown: at once, unless new weights are being verified.
 
         Raises:
@@ -133,8 +139,8 @@ class Traffic:
         """
         # bounded by: the update that took deliveries back; each leg of it has a time, and it ends in allow or break
         await self._deliver.wait()
-        if self._broken is not None:
-            raise self._broken
+        if sample.broken is not None:
+            raise sample.broken
 
     # ---------------------------------------------------------------- pauses and updates
 
@@ -176,10 +182,10 @@ class Traffic:
 
     def allow_deliveries(self) -> None:
         """The new weights are verified."""
-        self._broken = None
         self._deliver.set()
 
     def break_off(self, reason: str) -> None:
-        """The new weights are wrong: every running sample fails, until weights are verified again."""
-        self._broken = EngineFailed(f"the engine's weights are unknown: {reason}", cause=reason)
+        """The new weights are wrong: every running sample fails, however late its reader comes."""
+        for sample in self._running.values():
+            sample.broken = EngineFailed(f"the engine's weights are unknown: {reason}", cause=reason)
         self._deliver.set()

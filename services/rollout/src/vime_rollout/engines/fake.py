@@ -31,6 +31,7 @@ from vime_rollout.engine import (
     PauseMode,
     RequestRefused,
     Routes,
+    ScoreAborted,
     SequenceScore,
     Tokenizer,
     WeightLoadReport,
@@ -86,12 +87,23 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class _Run:
-    """One request: its tokens so far, and whether somebody ended it."""
+    """One request: its tokens so far, whether somebody ended it, and what its reader has not taken yet.
+
+    It runs whether or not it is read. A reader that comes late gets all at once, as from the real engine.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[npt.NDArray[Any]] = field(default_factory=list)
     aborted: bool = False
+    ended: bool = False
+    unread: EngineOutput | Exception | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, what: EngineOutput | Exception) -> None:
+        """Put before the reader; it holds all that was told before."""
+        self.unread = what
+        self.news.set()
 
 
 class FakeEngine:
@@ -153,30 +165,51 @@ class FakeEngine:
         if unknown:
             raise RequestRefused(f"unknown sampling option {unknown[0]!r}")
         run = self._runs[request.request_id] = _Run()
+        producing = asyncio.create_task(self._produce(request, run))
+        try:
+            while True:
+                # bounded by: the caller, as every generation; the producer ends in an end or a failure
+                await run.news.wait()
+                run.news.clear()
+                output = run.unread
+                assert output is not None
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.end is not None:
+                    return
+        finally:
+            producing.cancel()
+            await asyncio.gather(producing, return_exceptions=True)
+            await self._leave(request.request_id)
+
+    async def _produce(self, request: EngineRequest, run: _Run) -> None:
         random = np.random.Generator(np.random.Philox(key=request.seed))
         cached = self._lookup(request.input_ids)
         self._prompted += len(request.input_ids)
         self._cached += cached
+        end: EngineEnd | None = None
         try:
-            while True:
-                end: EngineEnd | None
-                if not await self._step(run):
-                    end = self._end(request, run, FinishReason.ABORT, None, cached)
-                else:
+            while end is None:
+                if await self._step(run):
                     self._sample(request, run, random)
                     end = self._finished(request, run, cached)
+                else:
+                    end = self._end(request, run, FinishReason.ABORT, None, cached)
                 if end is not None or request.stream:
-                    yield EngineOutput(list(run.tokens), list(run.logprobs), end)
-                if end is not None:
-                    return
-        finally:
-            await self._leave(request.request_id)
+                    run.tell(EngineOutput(list(run.tokens), list(run.logprobs), end))
+        except Exception as error:  # noqa: BLE001  its reader raises it
+            run.tell(error)
+        run.ended = True
+        async with self._changed:
+            self._changed.notify_all()
 
     async def score(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
         """See `Engine.score`."""
         run = self._runs[request_id] = _Run()
         try:
-            await self._step(run)
+            if not await self._step(run):
+                raise ScoreAborted(f"{request_id}: scoring was aborted")
             rows = [self._logprobs(token, 1.0)[after] for token, after in pairwise(token_ids)]
             routes = self._routes(token_ids[:-1]) if return_routes else None
             return SequenceScore(np.asarray(rows, dtype=np.float32), routes)
@@ -197,7 +230,7 @@ class FakeEngine:
 
     def load_snapshot(self) -> EngineLoad:
         """See `Engine.load_snapshot`."""
-        running = len(self._runs) - self._waiting
+        running = sum(not run.ended for run in self._runs.values()) - self._waiting
         usage = min(1.0, running / self.description.max_running_requests)
         return EngineLoad(running, self._waiting, usage, self._generated, self._prompted, self._cached)
 
@@ -206,9 +239,9 @@ class FakeEngine:
         async with self._changed:
             self._paused = mode
             if mode is PauseMode.WAIT:
-                held = [run for run in self._runs.values() if run.tokens]
+                held = [run for run in self._runs.values() if run.tokens and not run.ended]
                 # bounded by: the caller; whoever pauses has a deadline
-                await self._changed.wait_for(lambda: not any(run in self._runs.values() for run in held))
+                await self._changed.wait_for(lambda: all(run.ended or run not in self._runs.values() for run in held))
         if mode is PauseMode.ABORT:
             await self.abort(list(self._runs))
         await asyncio.sleep(0)
@@ -280,10 +313,12 @@ class FakeEngine:
         while True:
             if not may_run():
                 self._waiting += 1
-                async with self._changed:
-                    # bounded by: the pause, which its owner or its expiry ends
-                    await self._changed.wait_for(may_run)
-                self._waiting -= 1
+                try:
+                    async with self._changed:
+                        # bounded by: the pause, which its owner or its expiry ends
+                        await self._changed.wait_for(may_run)
+                finally:
+                    self._waiting -= 1
             await asyncio.sleep(self.step_seconds)
             self._alive()
             if run.aborted:

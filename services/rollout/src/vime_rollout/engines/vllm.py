@@ -28,6 +28,7 @@ from vime_rollout.engine import (
     PauseMode,
     RequestRefused,
     Routes,
+    ScoreAborted,
     SequenceScore,
     Tokenizer,
     WeightLoadReport,
@@ -77,7 +78,8 @@ class VllmEngine:
         self._expected: Expected | None = None
         self._unwritten: frozenset[str] = frozenset()
         self._tried: dict[tuple[Any, ...], str] = {}
-        self._active: set[str] = set()
+        self._active: dict[str, Any] = {}
+        """vLLM's state of every request whose end was not read; None until vLLM has taken it."""
         self._load = EngineLoad()
 
     # ---------------------------------------------------------------- life
@@ -90,6 +92,7 @@ class VllmEngine:
                 await asyncio.to_thread(self._create)
         except TimeoutError as error:
             raise EngineError(f"vLLM was not up after {self._config.start_timeout_seconds:g} s") from error
+        vllm_compat.on_taken(self._llm, self._taken)
         (facts, *_) = await self._rpc("vime_facts")
         self._moe_layers = facts["moe_layer_ids"]
         self._describe(facts["dtype"])
@@ -142,7 +145,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"prompt_token_ids": list(request.input_ids)}
-        self._active.add(request.request_id)
+        self._active[request.request_id] = None
         try:
             params = self._sampling_params(request)
             outputs = self._llm.generate(
@@ -158,7 +161,7 @@ class VllmEngine:
         except vllm_compat.request_errors() as error:
             raise RequestRefused(str(error)) from error
         finally:
-            self._active.discard(request.request_id)
+            self._active.pop(request.request_id, None)
 
     async def score(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
         """See `Engine.score`. One token is sampled after the sequence, and thrown away."""
@@ -176,7 +179,7 @@ class VllmEngine:
         )
         final: Any = None
         prompt = {"prompt_token_ids": list(token_ids)}
-        self._active.add(request_id)
+        self._active[request_id] = None
         try:
             async for output in self._llm.generate(prompt, params, request_id=request_id):
                 final = output
@@ -185,9 +188,9 @@ class VllmEngine:
         except vllm_compat.request_errors() as error:
             raise RequestRefused(str(error)) from error
         finally:
-            self._active.discard(request_id)
+            self._active.pop(request_id, None)
         if final is None or final.prompt_logprobs is None or final.outputs[0].finish_reason == "abort":
-            raise EngineError(f"{request_id}: scoring was aborted")
+            raise ScoreAborted(f"{request_id}: scoring was aborted")
         flat = final.prompt_logprobs
         # The first position has no logprob; the first entry of every other is the token that stands there.
         logprobs = np.asarray([flat.logprobs[at] for at in flat.start_indices[1:]], dtype=np.float32)
@@ -201,14 +204,18 @@ class VllmEngine:
             known = left & vllm_compat.known_requests(self._llm)
             if known:
                 await self._answer("abort", self._llm.abort(list(known)))
-            left = (left - known) & self._active
+            left = {i for i in left - known if i in self._active and self._active[i] is None}
             if not left:  # those left have been handed to vLLM, and are not in its tables yet
                 return
             await asyncio.sleep(0.005)
 
     def progress(self) -> Mapping[str, int]:
         """See `Engine.progress`."""
-        return vllm_compat.tokens_so_far(self._llm)
+        return {i: 0 if state is None else vllm_compat.tokens_of(state) for i, state in self._active.items()}
+
+    def _taken(self, request_id: str, state: Any) -> None:
+        if request_id in self._active:
+            self._active[request_id] = state
 
     def load_snapshot(self) -> EngineLoad:
         """See `Engine.load_snapshot`."""

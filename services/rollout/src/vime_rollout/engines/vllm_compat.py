@@ -7,14 +7,14 @@
 | CPU build returns routes | no build | yes |
 | `finish_weight_update(weight_version)` | no argument | optional (not used here) |
 
-The same in both, and used: `AsyncLLM.output_processor.request_states`, `AsyncLLM.engine_core.outputs_queue`, the
-`reload` functions, `initialize_model`, `MoERunner.layer_id`.
+The same in both, and used: `AsyncLLM.output_processor` (`add_request`, `request_states`),
+`AsyncLLM.engine_core.outputs_queue`, the `reload` functions, `initialize_model`, `MoERunner.layer_id`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 DRAIN_WAIT_S = 5.0
@@ -42,10 +42,26 @@ def is_engine_death(error: Exception) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def tokens_so_far(engine: Any) -> Mapping[str, int]:
-    """New tokens of every request that the front end holds, by the id that its caller gave."""
-    states = engine.output_processor.request_states.values()
-    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
+def on_taken(engine: Any, tell: Callable[[str, Any], None]) -> None:
+    """Call `tell` with the caller's id and the state of every request that the front end takes from now on.
+
+    The front end's own table forgets a request when its end has come in, which is before the end is read. The state
+    that is told here goes on to say how many tokens there were.
+    """
+    processor = engine.output_processor
+    add = processor.add_request
+
+    def adding(request: Any, *args: Any, **options: Any) -> None:
+        add(request, *args, **options)
+        state = processor.request_states[request.request_id]
+        tell(state.external_req_id, state)
+
+    processor.add_request = adding
+
+
+def tokens_of(state: Any) -> int:
+    """New tokens so far of a request that the front end took."""
+    return int(state.detokenizer.num_output_tokens()) if state.detokenizer else 0
 
 
 def known_requests(engine: Any) -> set[str]:
