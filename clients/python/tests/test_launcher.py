@@ -13,16 +13,23 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_client.clock import MonotonicClock
 from vime_client.launcher import client, supervisor
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.loop_watch import LoopEnd, watch_loop
 from vime_client.launcher.plan import ServicePlan, load_plan
 from vime_client.launcher.ports import PortBusy, all_free, choose_ports
 from vime_client.launcher.process import probable_cause
 from vime_client.launcher.restarts import Restarts
 from vime_client.launcher.state import RunState, hold, read_state
+from vime_client.testing import FakeTrainer, serving
+from vime_client.testing.server import refuse
 
 from .conftest import FLEET, alive, dummy, make_plan, processes_of, wait_until
 
@@ -159,6 +166,54 @@ async def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
         )
         assert second.returncode == 1
         assert "has a supervisor already" in second.stderr
+
+
+class Busy(FakeTrainer):
+    """A trainer whose loop may not be started yet."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, times: int) -> None:
+        super().__init__()
+        self._code, self._reason, self.left = code, reason, times
+
+    async def Start(self, request: pb.StartRequest, context: Any) -> pb.StartResponse:
+        if self.left:
+            self.left -= 1
+            await refuse(context, self._code, "person drives single steps", self._reason)
+        self.finish()
+        self.status.train_step = self.status.num_steps
+        return await super().Start(request, context)
+
+
+async def watched(trainer: FakeTrainer, run_dir: Path, **limits: object) -> tuple[LoopEnd, list[str]]:
+    said: list[str] = []
+    async with serving(trainer) as address:
+        plan = make_plan(run_dir, [], address, **limits)
+        end = await asyncio.wait_for(watch_loop(plan, said.append, MonotonicClock()), 30)
+    return end, said
+
+
+async def test_a_trainer_that_refuses_to_start_is_quoted_and_not_asked_for_ever(tmp_path: Path) -> None:
+    held = grpc.StatusCode.FAILED_PRECONDITION, "MODE_HELD"
+    end, said = await watched(Busy(*held, times=999), tmp_path, ready_timeout_s=1.0)
+    assert said[0] == "the trainer refuses: person drives single steps"
+    assert end == LoopEnd("failed", "the trainer refuses for 1 s: person drives single steps")
+    end, said = await watched(Busy(*held, times=2), tmp_path, ready_timeout_s=20.0)
+    assert end == LoopEnd("finished")
+
+
+async def test_a_trainer_that_is_away_is_waited_for_longer(tmp_path: Path) -> None:
+    away = Busy(grpc.StatusCode.UNAVAILABLE, "NOT_READY", times=5)
+    end, said = await watched(away, tmp_path, ready_timeout_s=1.0)
+    assert end == LoopEnd("finished")
+    assert said[0] == "the trainer does not answer: person drives single steps"
+
+
+async def test_training_that_ended_before_its_last_step_is_stopped_not_finished(tmp_path: Path) -> None:
+    trainer = FakeTrainer(num_steps=10)
+    trainer.report(4)
+    trainer.finish()
+    end, _ = await watched(trainer, tmp_path)
+    assert end == LoopEnd("stopped", "training ended after step 4 of 10: somebody stopped it, or its data ended")
 
 
 def fleet(run_dir: Path, steps: int, end: str, port: int) -> ServicePlan:

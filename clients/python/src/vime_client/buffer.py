@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -55,7 +56,11 @@ class BufferClient:
     ) -> pb.LeasePromptsResponse:
         """Lease up to `max_prompts` prompts; waits up to `wait_s` seconds for admission, then says what blocks it."""
         request = pb.LeasePromptsRequest(
-            worker_id=worker_id, max_prompts=max_prompts, wait=_duration(wait_s), tables=tables
+            worker_id=worker_id,
+            max_prompts=max_prompts,
+            wait=_duration(wait_s),
+            tables=tables,
+            request_id=uuid.uuid4().hex,  # the channel repeats the call as it is: it then gets the same leases
         )
         with rpc_errors("buffer.LeasePrompts"):
             return await self._prompts.LeasePrompts(request, timeout=wait_s + CALL_SECONDS)

@@ -59,7 +59,7 @@ class Supervisor:
             # unbounded: as above
             await asyncio.wait({*kept, main, stopped}, return_when=asyncio.FIRST_COMPLETED)
             await self._conclude(main, kept)
-            if not stop.is_set() and self._state.phase in ("finished", "failed"):
+            if not stop.is_set():
                 sweep.cancel()  # the report's process belongs to no service, and must live to its end
                 await self.hand_over(stop)
         finally:
@@ -126,9 +126,7 @@ class Supervisor:
         else:
             end = main.result()
             await record_counts(self._run_dir, self._plan.buffer)
-            self._phase(
-                "finished" if end.ok else "failed", reason=end.reason, failed_service="" if end.ok else "trainer"
-            )
+            self._phase(end.phase, reason=end.reason, failed_service="trainer" if end.phase == "failed" else "")
 
     async def hand_over(self, stop: asyncio.Event) -> None:
         """A driver reads the end, stops us and writes the report; without one that answers it is written here."""
