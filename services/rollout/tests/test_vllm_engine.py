@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest_asyncio
 import torch
 
 from vime_rollout.config import UpdateConfig
-from vime_rollout.engine import PauseMode, WeightsBroken, WeightsRefused
+from vime_rollout.engine import EngineDied, PauseMode, WeightsBroken, WeightsRefused
+from vime_rollout.engines.core_watch import CoreWatch
 from vime_rollout.engines.vllm import VllmEngine
 from vime_rollout.updates import CanaryPrompt
 from vime_rollout.weights import ANY_WEIGHTS
@@ -237,3 +240,26 @@ async def test_a_swapped_pair_of_experts_passes_every_digest_and_fails_the_canar
         await stack.publish(2, swapped, canary_of(model_b))
     assert stack.weights.name == "DIRTY"
     await stack.publish(3, model_b.weights, canary_of(model_b))
+
+
+async def test_a_core_that_is_stopped_is_found_and_one_that_goes_on_is_forgiven(
+    vllm_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (core,) = vllm_engine._llm.engine_core.resources.engine_manager.processes
+    monkeypatch.setattr(vllm_engine, "_watch", CoreWatch(vllm_engine._llm.is_sleeping, 1.0))
+
+    async def beats() -> None:
+        while True:
+            await vllm_engine.check_health()
+            await asyncio.sleep(0.1)
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(beats(), 2.5)
+    os.kill(core.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineDied, match="answered nothing for 1 s"):
+            await asyncio.wait_for(beats(), 20)
+    finally:
+        os.kill(core.pid, signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    await vllm_engine.check_health()

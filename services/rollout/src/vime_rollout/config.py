@@ -54,7 +54,10 @@ class VllmConfig(ConfigModel):
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long loading the model may take."""
     rpc_timeout_seconds: float = Field(default=120.0, gt=0)
-    """How long a call into the engine's workers may take."""
+    """How long a call into the engine's workers may take. A load has `updates.load_timeout_seconds` instead."""
+    frozen_after_seconds: float = Field(default=60.0, gt=0)
+    """How long the engine core may answer nothing before it counts as dead and the service ends. It answers between two
+    steps: give it more than the longest prefill of `max_num_batched_tokens` takes."""
 
 
 class FakeConfig(ConfigModel):

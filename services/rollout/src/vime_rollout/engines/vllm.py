@@ -37,6 +37,7 @@ from vime_rollout.engine import (
 )
 from vime_rollout.engines import vllm_compat
 from vime_rollout.engines.core_answer import answer_of
+from vime_rollout.engines.core_watch import CoreWatch
 from vime_rollout.engines.load_plan import LoadRecord, combine, problems
 from vime_rollout.engines.vllm_settings import (
     Expected,
@@ -81,6 +82,7 @@ class VllmEngine:
         self._active: dict[str, Any] = {}
         """vLLM's state of every request whose end was not read; None until vLLM has taken it."""
         self._load = EngineLoad()
+        self._watch = CoreWatch(lambda: self._llm.is_sleeping(), config.frozen_after_seconds)
 
     # ---------------------------------------------------------------- life
 
@@ -131,12 +133,14 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
+        self._watch.stop()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
 
     async def check_health(self) -> None:
         """See `Engine.check_health`."""
-        await self._answer("check_health", self._llm.check_health())
+        await self._answer("check_health", self._llm.check_health())  # whether it has ended; not whether it works
+        self._watch.check()
 
     # ---------------------------------------------------------------- requests
 
@@ -287,12 +291,14 @@ class VllmEngine:
         if not self._config.enable_sleep_mode:
             raise EngineError("vllm.enable_sleep_mode is off: device memory cannot be given away")
         before = sum(await self._rpc("vime_free_bytes"))
-        await self._answer("sleep", self._llm.sleep(level=1, mode="abort"))
+        with self._watch.busy():
+            await self._answer("sleep", self._llm.sleep(level=1, mode="abort"))
         return max(0, int(sum(await self._rpc("vime_free_bytes")) - before))
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        await self._answer("wake_up", self._llm.wake_up())
+        with self._watch.busy():
+            await self._answer("wake_up", self._llm.wake_up())
 
     # ---------------------------------------------------------------- weights
 
@@ -356,7 +362,8 @@ class VllmEngine:
         return combine([LoadRecord(**record) for record in await self._rpc("vime_try", list(schema))])
 
     async def _rpc(self, method: str, *args: Any, at_once: bool = True) -> list[Any]:
-        return list(await self._answer(method, self._llm.collective_rpc(method, args=args), at_once=at_once))
+        with self._watch.busy():
+            return list(await self._answer(method, self._llm.collective_rpc(method, args=args), at_once=at_once))
 
     async def _answer(self, what: str, answer: Awaitable[T], *, at_once: bool = True) -> T:
         return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
