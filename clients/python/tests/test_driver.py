@@ -16,14 +16,20 @@ from rich.console import Console
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_client.config_loading import ConfigError, to_toml
 from vime_client.driver.display import Lines, Panel, sparkline
-from vime_client.driver.folder import FolderRefused, open_folder, ports_of
+from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read_run
 from vime_client.driver.progress import Progress
+from vime_client.driver.run import RunOptions
+from vime_client.driver.run import run as drive
+from vime_client.driver.status import print_status
 from vime_client.launcher.client import is_running, start_supervisor
 from vime_client.launcher.plan import RunPlan, ServicePlan
 from vime_client.launcher.ports import choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.state import RunState, ServiceState, read_state, write_state
 from vime_client.recipe import load_recipe
+from vime_client.report.build import build_report
+from vime_client.report.summary import run_seconds
+from vime_client.report.terminal import show
 
 from .conftest import FLEET, alive, make_plan, processes_of, wait_until
 
@@ -170,6 +176,39 @@ async def test_status_tells_phase_services_and_a_dead_launcher(run_dir: Path) ->
     assert "holds no run" in err
 
 
+ODD = "[/data/x] is full [bold]"
+
+
+def test_what_looks_like_markup_is_printed_letter_by_letter(tmp_path: Path) -> None:
+    run_dir = tmp_path / "[red]r"
+    services = {"[/a]": ServiceState(state="running", pid=5, last_end=ODD)}
+    write = Console(width=200, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    (run_dir / "services").mkdir(parents=True)
+    write_state(run_dir, RunState(pid=1, phase="failed", reason=ODD, services=services, activity=ODD))
+    rows = [{"step": step, "rollout/raw_reward": 0.5} for step in (1, 2)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "evals.jsonl").write_text(json.dumps({"step": 1, "table": "eval/[/x]", "eval/[/x]": 0.5}) + "\n")
+    print_status(run_dir, write)
+    text = write.export_text()
+    assert text.count(ODD) == 2
+    assert "[red]r: failed" in text
+    assert "[/a]" in text
+    history, summary = build_report(run_dir)
+    show(write, run_dir, history, {**summary, "evals": {"eval/[/x]": {"before": 0.1, "after": 0.2, "n": 3}}})
+    text = write.export_text()
+    assert "[red]r: failed" in text
+    assert "eval/[/x], before" in text
+    assert f"report: {run_dir}/report.html" in text
+    progress = Progress("[/r]", 10, evals={"eval/[/x]": {1: 0.5}})
+    progress.activity, progress.state = ODD, read_state(run_dir)
+    panel = Panel(write, progress)
+    write.print(panel._draw())
+    panel.event(ODD)
+    text = write.export_text()
+    for part in ("[/r]", "eval/[/x]", "[/a]", ODD):
+        assert part in text
+
+
 def test_a_run_is_never_begun_over_another(tmp_path: Path) -> None:
     path = tmp_path / "r"
     first = open_folder(path, "new", tmp_path)
@@ -188,10 +227,33 @@ def test_a_resumed_run_adds_up_its_time_and_keeps_its_ports(tmp_path: Path) -> N
     open_folder(path, "new", tmp_path)
     ports = ports_of(path, ["buffer", "router"], {})
     write_state(path, RunState(pid=1, phase="stopped", started=100.0, ended=130.0))
+    for _ in range(2):  # the first time a preflight refused the recipe, and nothing started
+        open_folder(path, "resume", tmp_path)
+        assert run_seconds(path) == 30.0
+    write_state(path, RunState(pid=1, phase="finished", started=200.0, ended=205.0))
+    assert run_seconds(path) == 35.0
     open_folder(path, "resume", tmp_path)
-    assert json.loads((path / "services" / "run.json").read_text())["seconds_before"] == 30.0
+    assert run_seconds(path) == 35.0
     assert ports_of(path, ["buffer", "router"], {}) == ports
     assert ports_of(path, ["buffer", "router"], {"buffer": 31999})["buffer"] == 31999
+
+
+def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: object) -> None:
+        raise ConfigError(["no such option"])
+
+    monkeypatch.setattr("vime_client.driver.run.preflight", refused)
+    runs = tmp_path / "runs"
+    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    overrides = (f'run.dir="{runs}"',)
+    assert drive(recipe, RunOptions(overrides), console, console) == 2
+    assert list(runs.iterdir()) == []
+    old = open_folder(runs / "r", "new", recipe.parent)
+    assert drive(recipe, RunOptions(overrides, mode="fresh"), console, console) == 2
+    assert [path.name for path in runs.iterdir()] == ["r"]
+    assert read_run(runs / "r")["run_id"] == old.run_id
 
 
 def service(tmp_path: Path, name: str, code: str) -> ServicePlan:
@@ -251,6 +313,24 @@ def test_the_panel_shows_numbers_services_and_what_is_waited_for() -> None:
     text = console.export_text()
     for part in ("step 5/10", "0.500", "▁▂▄▆█", "buffer", "trainer (1 restarts)", "step 6 waits: GENERATING"):
         assert part in text
+
+
+def test_time_left_is_judged_by_the_steps_that_this_display_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("vime_client.driver.display.time.monotonic", lambda: now[0])
+    progress = Progress("r", 100, step=90)
+    console = Console(width=160, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    panel = Panel(console, progress)
+
+    def drawn() -> str:
+        console.print(panel._draw())
+        return console.export_text()
+
+    now[0] += 20
+    assert "left" not in drawn()
+    progress.take(step(91, 0.5))
+    progress.take(step(92, 0.5))
+    assert "about 80 s left" in drawn()  # 10 s a step, 8 to go
 
 
 def test_lines_say_what_is_waited_for_only_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ class Panel:
         self._console = console
         self._progress = progress
         self._start = time.monotonic()
+        self._first_step = progress.step  # what was trained before this display began says nothing about its pace
         self._live = Live(console=console, refresh_per_second=5, get_renderable=self._draw, transient=True)
 
     def __enter__(self) -> Panel:
@@ -105,7 +106,8 @@ class Panel:
         seconds = time.monotonic() - self._start
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, progress.num_steps), completed=progress.step, width=40)
-        left = seconds / progress.step * (progress.num_steps - progress.step) if progress.step else None
+        seen = progress.step - self._first_step
+        left = seconds / seen * (progress.num_steps - progress.step) if seen > 0 else None
         eta = f"about {left:.0f} s left" if left is not None else ""
         head.add_row(
             Text(progress.name, style="bold"),
@@ -135,7 +137,7 @@ def _numbers(progress: Progress) -> Table:
         table.add_row("[dim]reward", f"{rewards[-1]:.3f}  mean of 10 {progress.mean_reward():.3f}", sparkline(rewards))
     for name, rounds in progress.evals.items():
         values = [rounds[step] for step in sorted(rounds)]
-        table.add_row(f"[dim]{name}", " → ".join(f"{value:.3f}" for value in values[-5:]), "")
+        table.add_row(Text(name, style="dim"), " → ".join(f"{value:.3f}" for value in values[-5:]), "")
     if (diff := metrics.get("train/train_rollout_logprob_abs_diff")) is not None:
         off = metrics.get("train/train_rollout_logprob_abs_diff_no_replay")
         table.add_row("[dim]|Δ logprob|", f"replay {diff:.1e}", f"without replay {off:.1e}" if off is not None else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,16 @@ class RunFolder:
     """Names the run in weight versions; stays the same when it is resumed."""
     made: bool
     """True if this call made the folder."""
+    aside: Path | None = None
+    """Where the run that had its place is now."""
+
+    def undo(self) -> None:
+        """Nothing ran in it: whoever comes next finds what was there before."""
+        if not self.made:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.aside is not None:
+            self.aside.rename(self.path)
 
 
 def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
@@ -47,13 +58,15 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
             raise FolderRefused(f"there is no run in {path} to resume; start it without --resume")
         run = read_run(path)
         state = read_state(path)
-        before = float(run.get("seconds_before", 0.0))
-        if state is not None and state.ended:
-            before += state.ended - state.started
-        _write(path / "services" / "run.json", {**run, "seconds_before": before})
+        if state is not None and state.ended and state.started != run.get("counted"):
+            # `counted` is the start whose time is in `seconds_before`: a resume that is refused comes here once more
+            run["seconds_before"] = float(run.get("seconds_before", 0.0)) + state.ended - state.started
+            run["counted"] = state.started
+            _write(path / "services" / "run.json", run)
         return RunFolder(path, str(run["run_id"]), made=False)
+    aside = None
     if there and mode == "fresh":
-        path.rename(_aside(path))
+        aside = path.rename(_aside(path))
     elif there:
         raise FolderRefused(
             f"{path} holds a run already; continue it with --resume, begin anew with --fresh "
@@ -63,7 +76,7 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
     run_id = f"{path.name}-{secrets.token_hex(4)}"
     run = {"run_id": run_id, "created": time.time(), "seconds_before": 0.0, "base_dir": str(base_dir)}
     _write(path / "services" / "run.json", run)
-    return RunFolder(path, run_id, made=True)
+    return RunFolder(path, run_id, made=True, aside=aside)
 
 
 def holds_run(path: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -110,9 +109,8 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
         plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
         asyncio.run(preflight(plan, recipe_path))
-    except (ConfigError, PortBusy):
-        if folder.made:  # nothing ran here: the corrected recipe must find no run in its way
-            shutil.rmtree(run_dir, ignore_errors=True)
+    except BaseException:  # whatever it was, such as Ctrl-C: the corrected recipe must find no run in its way
+        folder.undo()
         raise
     (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
 
@@ -144,7 +142,7 @@ async def _drive(run_dir: Path, recipe: Recipe, console: Console, errors: Consol
         progress = Progress(recipe.run.name, recipe.run.steps)
         progress.seed(read_history(run_dir))
         if start:
-            console.print(f"run {run_dir}: starting {', '.join(s.name for s in plan.services)}", highlight=False)
+            console.out(f"run {run_dir}: starting {', '.join(s.name for s in plan.services)}", highlight=False)
             await start_supervisor(run_dir)
         state = await _follow(run_dir, plan, progress, console, stop)
         await stop_supervisor(run_dir, plan.limits.stop_timeout_s + _STOP_MARGIN_S)
@@ -166,7 +164,7 @@ def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: C
     if history.steps:
         show(console, run_dir, history, summary)
     if received:
-        errors.print(f"stopped; continue with --resume ({run_dir})", highlight=False)
+        errors.out(f"stopped; continue with --resume ({run_dir})", highlight=False)
         return 128 + received[0]
     if state is not None and state.phase == "finished":
         return 0

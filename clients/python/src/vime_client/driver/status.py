@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vime_client.launcher.client import is_running
 from vime_client.launcher.state import read_state
@@ -29,16 +30,16 @@ def print_status(run_dir: Path, console: Console) -> None:
         raise NothingKnown(f"{run_dir} holds no run")
     ended = state.phase in ("finished", "failed", "stopped")
     phase = state.phase if ended or is_running(run_dir) else f"{state.phase}, but its launcher is dead (--resume)"
-    console.print(f"[bold]{run_dir.name}[/bold]: {phase}  {state.reason or state.activity}", highlight=False)
+    console.print(Text.assemble((run_dir.name, "bold"), f": {phase}  {state.reason or state.activity}"))
     table = Table("service", "state", "pid", "deaths", "last end", box=None)
     for name, service in state.services.items():
         shown = "ready" if service.ready else service.state
-        table.add_row(name, shown, str(service.pid or "–"), str(service.deaths), service.last_end)
+        table.add_row(Text(name), shown, str(service.pid or "–"), str(service.deaths), Text(service.last_end))
     console.print(table)
     history = read_history(run_dir)
     if history.steps:
         summary = summarize(run_dir, history)
         last = history.steps[-1]
-        console.print(f"step {last['step']}, reward {number(last.get('rollout/raw_reward'))}", highlight=False)
+        console.out(f"step {last['step']}, reward {number(last.get('rollout/raw_reward'))}", highlight=False)
         for text, holds in law_lines(summary):
-            console.print(f"{text}  {verdict(holds)}", highlight=False)
+            console.out(f"{text}  {verdict(holds)}", highlight=False)

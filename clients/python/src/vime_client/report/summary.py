@@ -78,7 +78,8 @@ def run_seconds(run_dir: Path) -> float | None:
     state = read_state(run_dir)
     if state is None or not state.ended:
         return None
-    return float(run.get("seconds_before", 0.0)) + state.ended - state.started
+    before = float(run.get("seconds_before", 0.0))
+    return before if state.started == run.get("counted") else before + state.ended - state.started
 
 
 def tenth(values: list[float], *, last: bool) -> float | None:

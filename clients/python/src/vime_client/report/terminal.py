@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vime_client.report.history import History
 from vime_client.report.page import headline, law_lines, verdict
@@ -17,15 +18,17 @@ def show(console: Console, run_dir: Path, history: History, summary: Mapping[str
     """Print the picture, the numbers, the laws and where everything is."""
     if drawn := picture(history, min(100, console.width), colour=console.is_terminal):
         console.out(drawn, highlight=False)
-    table = Table(show_header=False, title=f"{summary['name']}: {summary['phase']}", title_justify="left", box=None)
+    table = Table(
+        show_header=False, title=Text(f"{summary['name']}: {summary['phase']}"), title_justify="left", box=None
+    )
     for name, value in headline(summary):
-        table.add_row(f"[dim]{name}", value)
+        table.add_row(Text(name, style="dim"), Text(value))
     console.print(table)
     for text, holds in law_lines(summary):
         colour = "dim" if holds is None else "green" if holds else "red"
-        console.print(f"[dim]{text}[/dim]  [{colour}]{verdict(holds)}", highlight=False)
-    console.print(f"report: {run_dir / 'report.html'}", highlight=False)
-    console.print(f"numbers: {run_dir / 'summary.json'}   metrics: {run_dir / 'metrics.jsonl'}", highlight=False)
+        console.print(Text.assemble((text, "dim"), "  ", (verdict(holds), colour)))
+    console.out(f"report: {run_dir / 'report.html'}", highlight=False)
+    console.out(f"numbers: {run_dir / 'summary.json'}   metrics: {run_dir / 'metrics.jsonl'}", highlight=False)
 
 
 def picture(history: History, width: int, *, colour: bool) -> str:
