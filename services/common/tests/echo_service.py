@@ -36,8 +36,9 @@ async def echo(request: bytes, context: Any) -> bytes:
         raise StaleIncarnation("incarnation 3 is over, 4 is current", incarnation=3, current=4)
     if request == b"later":
         raise Unimplemented("Sleep comes later", rpc="Sleep", why="no engine")
-    if request == b"long":
-        raise VimeError("x" * 100_000, **{f"key{i}": "y" * 10_000 for i in range(100)})
+    if request.startswith(b"long"):
+        letter = request.removeprefix(b"long").decode().strip() or "x"
+        raise VimeError(letter * 100_000, **{f"fact{i}": letter * 10_000 for i in range(100)})
     if request == b"bug":
         raise ZeroDivisionError("the secret is 4711")
     return request

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from vime.common.v1 import error_reason_pb2
 from vime_client.errors import RpcError, StaleIncarnation, rpc_errors
 from vime_service import errors
+from vime_service.error_mapping import status_of
 from vime_service.errors import VimeError
 
 
@@ -72,6 +76,34 @@ async def test_an_error_too_long_for_a_trailer_is_clipped_not_lost(channel: Any)
     assert error.code is grpc.StatusCode.INTERNAL
     assert error.message.endswith("...")
     assert len(error.metadata) == 12
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "語", "🧮", "\x00", "\udc80", "%"])
+def test_a_long_message_in_any_script_keeps_its_code_and_reason(letter: str) -> None:
+    facts = {f"fact{number}": letter * 5000 for number in range(20)}
+    error = errors.InvalidArgument(letter * 5000, field=letter * 500, **facts)
+    status = status_of(error, "echo.vime")
+    assert status.message.endswith("...")
+    assert _trailer_bytes(status) < 7000  # of 8 KiB; the rest is for what else travels
+    assert (status.code, status.details[0].Is(error_details_pb2.ErrorInfo.DESCRIPTOR)) == (3, True)
+    info = error_details_pb2.ErrorInfo()
+    status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("INVALID_FIELD", "echo.vime")
+
+
+def _trailer_bytes(status: status_pb2.Status) -> int:
+    """As gRPC sends it: the message percent-encoded but for printable ASCII, the details in base64."""
+    printable = "".join(map(chr, range(32, 127))).replace("%", "")
+    return len(quote(status.message, safe=printable)) + len(base64.b64encode(status.SerializeToString()))
+
+
+async def test_a_long_message_in_any_script_arrives(channel: Any) -> None:
+    error = await _fail(channel, b"long " + "語".encode())
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert error.message.startswith("語語")
+    assert error.message.endswith("...")
+    assert error.reason == "INTERNAL"
+    assert error.metadata["fact0"].startswith("語")
 
 
 async def test_an_error_of_a_call_further_on_is_passed_on_whole(service: Any, channel: Any) -> None:

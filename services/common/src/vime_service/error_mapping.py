@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,9 +20,11 @@ from vime_service.errors import DeadlineExceeded, VimeError
 _log = get_logger(__name__)
 
 _DETAILS_KEY = "grpc-status-details-bin"
-# A peer refuses trailers over 8 KiB, and the whole answer with them; the message travels twice (status and details).
-_MAX_MESSAGE_CHARS = 1024
-_MAX_VALUE_CHARS = 256
+# A peer refuses trailers over 8 KiB, and the whole answer with them. The message travels twice: percent-encoded as the
+# status text (three bytes for each byte beyond ASCII), and in the details, which travel in base64.
+_MAX_MESSAGE_BYTES = 1024
+_MAX_VALUE_BYTES = 256
+_MAX_KEY_BYTES = 64
 _MAX_KEYS = 12
 
 
@@ -75,9 +79,12 @@ def _status(
     metadata: Mapping[str, str],
     retry_after: float | None,
 ) -> status_pb2.Status:
-    status = status_pb2.Status(code=code.value[0], message=_clip(message, _MAX_MESSAGE_CHARS))
+    status = status_pb2.Status(code=code.value[0], message=_clip(message, _MAX_MESSAGE_BYTES, _percent_encoded))
     if reason:
-        clipped = {key: _clip(value, _MAX_VALUE_CHARS) for key, value in list(metadata.items())[:_MAX_KEYS]}
+        clipped = {
+            _clip(key, _MAX_KEY_BYTES): _clip(value, _MAX_VALUE_BYTES)
+            for key, value in list(metadata.items())[:_MAX_KEYS]
+        }
         _pack(status, error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=clipped))
     if retry_after is not None:
         delay = duration_pb2.Duration()
@@ -97,5 +104,18 @@ def _pack(status: status_pb2.Status, detail: Any) -> None:
     status.details.append(packed)
 
 
-def _clip(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _encoded(character: str) -> int:
+    return len(character.encode())
+
+
+def _percent_encoded(character: str) -> int:
+    return 1 if " " <= character <= "~" and character != "%" else 3 * _encoded(character)
+
+
+def _clip(text: str, limit: int, bytes_of: Callable[[str], int] = _encoded) -> str:
+    """`text` in at most `limit` bytes; what no encoding has (a lone surrogate, as in odd file names) becomes "?"."""
+    text = text[: limit + 1].encode(errors="replace").decode()  # no character has less than a byte
+    sizes = list(itertools.accumulate(map(bytes_of, text)))
+    if not sizes or sizes[-1] <= limit:
+        return text
+    return text[: bisect.bisect_right(sizes, limit - 3)] + "..."
