@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 
 from vime_buffer import leases, views
 from vime_buffer.values import Blocked, Failure, Outcome
-from vime_service.errors import FailedPrecondition, InvalidArgument, StaleIncarnation, WrongStep
+from vime_service.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, StaleIncarnation, WrongStep
 
 
 def names(answer):
@@ -312,21 +315,73 @@ def test_tables_share_the_steps_of_the_run(make_desk):
 
 
 def test_k25_many_rounds_leave_memory_and_files_flat(make_desk):
-    """K25: resident memory does not grow with what went through."""
-    import resource
-
-    desk = make_desk(50, groups_per_step=10, options={"segment_bytes": 1 << 16})
+    """K25: what is held does not grow with what went through."""
+    desk = make_desk(50, groups_per_step=10, options={"segment_bytes": 1 << 14})
     desk.begin()
+    folder = desk.folder / "segments"
 
     def rounds(first, last):
         for step in range(first, last):
-            desk.train(step)
+            for lease in desk.lease().leases:
+                desk.insert(lease, payload=lease.group_id.encode() * 50)
+            desk.batch(step)
+            desk.complete(step)
             desk.checkpoint(step)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], len(list(folder.iterdir()))
 
-    before = rounds(1, 11)
-    after = rounds(11, 41)
-    assert after <= before * 1.1
+    rounds(1, 11)  # caches fill
+    tracemalloc.start()
+    try:
+        before, files = rounds(11, 21)
+        after, files_after = rounds(21, 61)
+    finally:
+        tracemalloc.stop()
+    assert after - before < 40 * 10 * 100, "400 groups went through; 100 bytes of each would be a leak"
+    assert files_after <= files <= 2
     view = desk.call(lambda ledger: views.table_view(ledger.db, "train"))
-    assert view.counts.retired == 400
+    assert view.counts.retired == 600
     assert view.counts.payload_bytes == 0
+
+
+def test_all_bytes_together_ask_for_a_checkpoint_and_say_that_they_hold_training(make_desk):
+    """Groups that wait take room as well: the budget may be full before the table has its retained_bytes."""
+    desk = make_desk(40, max_staleness=1, retained_bytes=4500, options={"max_bytes": 5000, "segment_bytes": 4096})
+    desk.begin()
+    for lease in desk.lease().leases:
+        desk.insert(lease, payload=lease.group_id.encode() * 60)  # 900 bytes each
+    desk.batch(1)
+    assert not desk.complete(1).checkpoint_wanted
+    first, second = desk.lease().leases
+    desk.batch(2)
+    desk.insert(first, payload=b"x" * 900)
+    assert desk.complete(2).checkpoint_wanted  # 4500 of 5000
+    assert desk.batch(3).blocked is Blocked.GENERATING
+    with pytest.raises(ResourceExhausted):
+        desk.insert(second, payload=b"x" * 900)
+    answer = desk.batch(3)
+    assert answer.blocked is Blocked.RETAINED_BYTES
+    assert (answer.counts["max_bytes"], answer.counts["consumed_bytes"]) == (5000, 3600)
+    desk.checkpoint(2)
+    assert desk.batch(3).blocked is Blocked.GENERATING
+    desk.insert(second, payload=b"x" * 900)
+    assert len(desk.batch(3).groups) == 2
+
+
+def test_a_step_completed_again_has_the_version_that_it_published(make_desk):
+    desk = make_desk(max_staleness=1, publish_interval=2)
+    desk.begin()
+    for lease in desk.lease().leases:
+        desk.insert(lease)
+    desk.batch(1)
+    desk.batch(2)
+    desk.complete(1, publish=False)
+    with pytest.raises(FailedPrecondition, match=r"published_version unset, not \{1, 1\}"):
+        desk.complete(1)
+    desk.complete(2)
+    with pytest.raises(FailedPrecondition, match=r"published_version \{1, 2\}, not unset") as caught:
+        desk.complete(2, publish=False)
+    assert caught.value.metadata == {"state": "{1, 2}", "wanted": "unset"}
+    assert desk.complete(2) == desk.complete(2)
+    desk.begin(2)
+    desk.complete(2, publish=False, final=True)  # the next life's trainer knows only that the step was trained

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from vime_buffer import catalog, views
-from vime_buffer.testing import table, write_prompts
+from vime_buffer.testing import Desk, table, write_prompts
 from vime_buffer.values import State
-from vime_service.errors import FailedPrecondition, InvalidArgument, NotFound
+from vime_service.errors import FailedPrecondition, ImpossibleConfig, InvalidArgument, NotFound
 
 
 def test_some_settings_may_change_at_a_restart_and_others_are_named(make_desk):
@@ -22,13 +24,36 @@ def test_some_settings_may_change_at_a_restart_and_others_are_named(make_desk):
 
 def test_a_source_may_move_but_not_change(make_desk, ledger_dir):
     desk = make_desk(4)
+    desk.begin()
+    desk.train(1)
     desk.close()
-    moved = table(write_prompts(ledger_dir / "elsewhere.jsonl", 4), source={"name": "train"})
-    from vime_buffer.testing import Desk
+    os.rename(ledger_dir / "train.jsonl", ledger_dir / "elsewhere.jsonl")
+    moved = table(ledger_dir / "elsewhere.jsonl", source={"name": "train"})
+    for tables in ([moved], []):  # where it is now is in the ledger
+        desk = Desk(ledger_dir / "ledger", tables)
+        assert desk.ledger.table("train").settings.source.path == ledger_dir / "elsewhere.jsonl"
+        desk.lease()
+        desk.close()
+    other = table(write_prompts(ledger_dir / "other.jsonl", 4, first=9), source={"name": "train"})
+    for path in (other, table(write_prompts(ledger_dir / "elsewhere.jsonl", 5), source={"name": "train"})):
+        with pytest.raises(FailedPrecondition, match="changed since the run began"):
+            Desk(ledger_dir / "ledger", [path])
 
-    Desk(ledger_dir / "ledger", [moved]).close()
-    with pytest.raises(FailedPrecondition, match="changed since the run began"):
-        make_desk(5)
+
+def test_bytes_that_are_kept_must_leave_room_for_new_ones(make_desk, ledger_dir):
+    with pytest.raises(ImpossibleConfig) as caught:
+        make_desk(retained_bytes=5000, options={"max_bytes": 5000})
+    assert caught.value.metadata == {"retained_bytes": "5000", "max_bytes": "5000"}
+    desk = make_desk(retained_bytes=4000, options={"max_bytes": 5000}, folder=ledger_dir / "second")
+    sft = table(write_prompts(ledger_dir / "sft.jsonl", 4), name="sft", retained_bytes=1000)
+    with pytest.raises(ImpossibleConfig):
+        desk.call(lambda ledger: catalog.create_table(ledger, sft, catalog.open_source(sft, 7)))
+    larger = desk.ledger.table("train").settings.model_copy(update={"retained_bytes": 6000})
+    with pytest.raises(ImpossibleConfig):
+        desk.call(lambda ledger: catalog.update_table(ledger, larger))
+    desk.close()
+    with pytest.raises(ImpossibleConfig):  # of tables that are in no configuration as well
+        Desk(ledger_dir / "second", max_bytes=3000)
 
 
 def test_another_seed_is_refused(make_desk):
@@ -83,7 +108,8 @@ def test_listings_page_in_admission_order_by_state_and_by_step(make_desk):
     assert ([row.admission for row in more], end) == ([5, 6, 7], "")
     assert [row.train_step for row in page(State.CONSUMED)[0]] == [1, 1]
     assert [row.group_id for row in page(step=1)[0]] == ["train/train:0:0", "train/train:0:1"]
-    with pytest.raises(InvalidArgument, match="no page token"):
-        page(token="x")
+    for wrong in ("x", "²", "-1", "9" * 5000):
+        with pytest.raises(InvalidArgument, match="no page token"):
+            page(token=wrong)
     desk.begin(0, recipe_digest="changed")
     assert [row.state for row in page(State.EVICTED)[0]] == [State.EVICTED] * 2

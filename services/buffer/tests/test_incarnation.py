@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from vime_buffer import incarnation, leases
+from vime_buffer import incarnation, leases, views
 from vime_buffer.testing import RUN_ID
 from vime_buffer.values import Blocked, Outcome, State, Version
-from vime_service.errors import FleetOwned, InvalidArgument, LeaseLost, ResumeOutOfRange, StaleIncarnation
+from vime_service.errors import (
+    FailedPrecondition,
+    FleetOwned,
+    InvalidArgument,
+    LeaseLost,
+    ResumeOutOfRange,
+    StaleIncarnation,
+)
 
 
 def names(answer):
@@ -23,6 +30,12 @@ def trained_to(desk, step):
     """Batches by step, after `step` steps."""
     desk.begin()
     return {number: desk.train(number) for number in range(1, step + 1)}
+
+
+def damage(desk, group_id):
+    """A reader found that the payload is damaged."""
+    (place,) = desk.call(lambda ledger: views.group_places(ledger.db, [group_id]))
+    desk.call(lambda ledger: incarnation.mark_corrupted(ledger, group_id, place))
 
 
 # ------------------------------------------------------------------ granting
@@ -247,7 +260,7 @@ def test_a_damaged_group_of_a_batch_is_made_again_in_its_place(make_desk):
     desk = make_desk(40)
     batches = trained_to(desk, 3)
     damaged = batches[2][1]
-    desk.call(lambda ledger: incarnation.mark_corrupted(ledger, damaged))
+    damage(desk, damaged)
     desk.begin(1)
     assert desk.counts().evicted == {"CORRUPTED": 1}
     assert desk.batch(2).blocked is Blocked.GENERATING
@@ -265,7 +278,7 @@ def test_a_place_that_stays_empty_shortens_its_batch_and_an_empty_batch_is_chose
     desk = make_desk(40, max_attempts=1)
     batches = trained_to(desk, 2)
     for group_id in batches[2]:
-        desk.call(lambda ledger, damaged=group_id: incarnation.mark_corrupted(ledger, damaged))
+        damage(desk, group_id)
     desk.begin(1)
     for lease in desk.lease().leases:
         desk.call(lambda ledger, lost=lease: leases.fail_prompt(ledger, lost.lease_id, Failure.GENERATION, ""))
@@ -320,7 +333,7 @@ def test_a_prompt_that_waits_for_training_is_blocked_by_admission(make_desk):
     generate(desk)
     desk.batch(2)
     desk.begin(1)
-    desk.call(lambda ledger: ledger.db.run("UPDATE groups SET corrupted = 1 WHERE train_step = 2"))
+    damage(desk, "train/train:0:1")
     desk.begin(0)  # batch 2 has to be made again, and must wait for step 1
     assert desk.counts().free_slots == 0
     answer = desk.lease()
@@ -444,3 +457,18 @@ def test_enums_are_the_contract_s():
         assert prompt_pb.FailureClass.Name(failure) == f"FAILURE_CLASS_{failure.name}"
     for outcome in Outcome:
         assert batch_pb.StepOutcome.Name(outcome) == f"STEP_OUTCOME_{outcome.name}"
+
+
+def test_a_reader_of_an_older_payload_does_not_mark_the_newer_one(make_desk):
+    desk = make_desk(40)
+    batches = trained_to(desk, 2)
+    group_id = batches[2][0]
+    (older,) = desk.call(lambda ledger: views.group_places(ledger.db, [group_id]))
+    damage(desk, group_id)
+    desk.begin(1)
+    generate(desk)
+    with pytest.raises(FailedPrecondition, match="changed while it was read"):
+        desk.call(lambda ledger: incarnation.mark_corrupted(ledger, group_id, older))
+    assert names(desk.batch(2)) == batches[2]
+    assert desk.call(lambda ledger: views.group_places(ledger.db, [group_id])) != [older]
+    assert desk.begin(1).requeued_prompts == 0

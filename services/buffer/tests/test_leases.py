@@ -8,7 +8,7 @@ import pytest
 
 from vime_buffer import leases
 from vime_buffer.lease_times import MAX_TTLS
-from vime_buffer.testing import RUN_ID
+from vime_buffer.testing import RUN_ID, finished
 from vime_buffer.values import Blocked, Failure, Version
 from vime_service.errors import (
     AlreadyExists,
@@ -275,7 +275,7 @@ def test_a_group_must_pass_the_fence_of_its_lease(make_desk):
 
 
 def test_the_byte_budget_refuses_with_a_time_to_try_again(make_desk):
-    desk = make_desk(options={"max_bytes": 5000})
+    desk = make_desk(options={"max_bytes": 5000}, retained_bytes=1000)
     desk.begin()
     first, second = desk.lease().leases
     desk.insert(first, payload=b"x" * 3000)
@@ -369,3 +369,75 @@ def test_only_the_holder_keeps_a_lease_alive(make_desk):
     assert desk.keep_alive([lease.lease_id], worker_id="another") == ([lease.lease_id], 0)
     desk.wait(1)
     assert desk.keep_alive([lease.lease_id]) == ([lease.lease_id], 0)
+
+
+def test_every_span_must_pass_the_fence(make_desk):
+    """A version of a lost incarnation may have a higher step than the fence and is still not in its lineage."""
+    desk = make_desk(max_staleness=1)
+    desk.begin()
+    desk.open(6, regenerate=True)
+    desk.announce(6)
+    for lease in desk.lease(2).leases:
+        desk.insert(lease)
+    desk.batch(7)
+    desk.complete(7)
+    desk.begin(6)
+    desk.batch(7)
+    lease = desk.lease().leases[0]
+    assert lease.fence == Version(RUN_ID, 3, 6)
+    for version in (Version(RUN_ID, 1, 6), Version(RUN_ID, 1, 7), Version(RUN_ID, 2, 7)):
+        insert = finished(lease)
+        insert = dataclasses.replace(insert, facts=dataclasses.replace(insert.facts, versions=(lease.fence, version)))
+        with pytest.raises(InvalidArgument) as caught:
+            desk.call(lambda ledger, insert=insert: leases.insert_group(ledger, insert))
+        assert caught.value.metadata["actual"] == str(version)
+    assert not desk.insert(lease)
+
+
+def test_a_group_is_of_the_prompt_that_was_leased(make_desk):
+    desk = make_desk()
+    desk.begin()
+    first, second = desk.lease().leases
+    insert = finished(first)
+    swapped = dataclasses.replace(insert, facts=dataclasses.replace(insert.facts, prompt_id=second.record.prompt_id))
+    for drop in ("", "zero_std"):
+        wrong = dataclasses.replace(swapped, drop_reason=drop)
+        with pytest.raises(InvalidArgument, match='has the prompt "train:0:1", its lease has "train:0:0"') as caught:
+            desk.call(lambda ledger, wrong=wrong: leases.insert_group(ledger, wrong))
+        assert caught.value.metadata == {
+            "field": "group.prompt.prompt_id",
+            "expected": "train:0:0",
+            "actual": "train:0:1",
+        }
+
+
+def test_reasons_of_drops_are_bounded(make_desk):
+    desk = make_desk(200, groups_per_step=1, max_drops_in_a_row=1000)
+    desk.begin()
+    for n in range(leases.MAX_DROP_REASONS + 3):
+        (lease,) = desk.lease().leases
+        desk.insert(lease, drop=f"reason_{n}")
+        assert desk.insert(lease, drop=f"reason_{n}")  # a retry
+    (lease,) = desk.lease().leases
+    desk.insert(lease, drop="reason_0")
+    dropped = desk.counts().dropped
+    assert (len(dropped), dropped["other"], dropped["reason_0"]) == (leases.MAX_DROP_REASONS + 1, 3, 2)
+
+
+def test_a_worker_that_draws_from_eval_tables_alone_is_told_why_it_waits(make_desk):
+    desk = make_desk(eval_prompts=1, evals={"eval_interval": 2})
+    desk.begin()
+    only = ["eval/heldout"]
+    (lease,) = desk.lease(5, only).leases
+    assert (desk.lease(5, only).blocked, desk.lease(5, only).counts) == (Blocked.EVAL, {"eval_pending": 1})
+    desk.insert(lease)
+    answer = desk.lease(5, only)
+    assert (answer.blocked, answer.counts) == (Blocked.ADMISSION, {"eval_pending": 0, "completed_step": 0})
+    for lease in desk.lease(5, ["train"]).leases:
+        desk.insert(lease)
+    desk.batch(1)
+    desk.complete(1, final=True)
+    (lease,) = desk.lease(5, only).leases
+    desk.insert(lease)
+    answer = desk.lease(5, only)
+    assert (answer.blocked, answer.counts) == (Blocked.CLOSED, {"eval_pending": 0, "completed_step": 1})

@@ -10,7 +10,7 @@ import pytest
 from vime_buffer import views
 from vime_buffer.schema import Database
 from vime_buffer.values import Blocked
-from vime_service.errors import DataLoss, Internal, StorageFailed
+from vime_service.errors import DataLoss, FailedPrecondition, Internal, StorageFailed
 
 
 def fail_with(number, message):
@@ -107,7 +107,7 @@ def test_a_ledger_of_a_later_schema_is_not_touched(make_desk, ledger_dir):
     connection = sqlite3.connect(ledger_dir / "ledger" / "ledger.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(DataLoss, match="has schema 99; this version reads schema 1"):
+    with pytest.raises(DataLoss, match="has schema 99; this version reads schemas up to 2"):
         make_desk()
 
 
@@ -177,3 +177,50 @@ def test_a_lease_loses_no_time_while_the_disk_refuses(make_desk, monkeypatch):
             desk.writer.submit(lambda ledger: None).result(10)
     monkeypatch.setattr(Database, "commit", real)
     assert desk.keep_alive([lease.lease_id]) == ([], 60)
+
+
+def test_a_ledger_of_the_schema_before_goes_on(make_desk, ledger_dir):
+    desk = make_desk()
+    desk.begin()
+    desk.train(1)
+    leases = desk.lease().leases
+    desk.close()
+    connection = sqlite3.connect(ledger_dir / "ledger" / "ledger.sqlite")
+    connection.executescript(
+        "DROP INDEX groups_request; ALTER TABLE groups DROP COLUMN request_id; "
+        "ALTER TABLE batches DROP COLUMN published; PRAGMA user_version = 1"
+    )
+    connection.close()
+    desk = make_desk()
+    desk.complete(1)  # what was published then is not known any more
+    desk.complete(1, publish=False)
+    for lease in leases:
+        desk.insert(lease)
+    desk.batch(2)
+    desk.complete(2)
+    with pytest.raises(FailedPrecondition, match=r"published_version \{1, 2\}, not unset"):
+        desk.complete(2, publish=False)
+
+
+@pytest.mark.parametrize("name", ["run#1", "run?mode=memory", "100%25", "a b"])
+def test_a_folder_of_any_name_is_the_folder(make_desk, ledger_dir, name):
+    desk = make_desk(folder=ledger_dir / name)
+    desk.begin()
+    reading = Database(ledger_dir / name / "ledger.sqlite", read_only=True)
+    assert reading.value("SELECT incarnation FROM run") == 1
+    reading.close()
+
+
+def test_new_folders_are_synced_into_their_parents_once(make_desk, ledger_dir, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    make_desk().close()
+    assert synced == [str(ledger_dir), str(ledger_dir / "ledger")]
+    make_desk()
+    assert len(synced) == 2

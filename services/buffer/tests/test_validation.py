@@ -74,7 +74,7 @@ def test_a_good_group_gives_its_facts():
     )
     assert facts.sample_tokens == (7, 7, 7)
     assert (facts.response_tokens, facts.truncated, facts.rewards) == (9, 1, (True, 3))
-    assert (facts.oldest, facts.newest) == (old, V)
+    assert facts.versions == (old, V)
 
 
 # ------------------------------------------------------------------ K02
@@ -225,7 +225,7 @@ def test_every_wrong_field_is_named(changes, field):
 
 def test_a_failed_sample_needs_no_tokens_and_an_empty_response_no_version():
     failed = sample(prompt=0, response=0, status="FAILED", finish_reason="", reward=None, unscored_reason="NO_RESPONSE")
-    assert check_group(group(failed), RULES).oldest is None
+    assert check_group(group(failed), RULES).versions == ()
 
 
 def test_sft_groups_have_no_logprobs_but_never_half_of_them():

@@ -40,9 +40,9 @@ def admit(ledger: Ledger, wanted: int, tables: Collection[str]) -> Admitted:
             refusals.append(more)
     if rows:
         return Admitted(tuple(rows))
-    refusals += _eval_refusal(ledger, tables)
+    refusals += _eval_refusal(ledger, run, tables, alone=not refusals)
     order = (Blocked.ADMISSION, Blocked.EVAL, Blocked.GENERATING, Blocked.END_OF_DATA, Blocked.CLOSED)
-    return min(refusals, key=lambda refusal: order.index(refusal.blocked), default=Admitted(blocked=Blocked.ADMISSION))
+    return min(refusals, key=lambda refusal: order.index(refusal.blocked))
 
 
 def _eval_rows(ledger: Ledger, wanted: int, tables: Collection[str]) -> list[int]:
@@ -65,7 +65,8 @@ def _eval_rows(ledger: Ledger, wanted: int, tables: Collection[str]) -> list[int
     return rows
 
 
-def _eval_refusal(ledger: Ledger, tables: Collection[str]) -> list[Admitted]:
+def _eval_refusal(ledger: Ledger, run: RunState, tables: Collection[str], *, alone: bool) -> list[Admitted]:
+    """Why no eval prompt is there. `alone`: the worker draws from no other table, so this is its whole answer."""
     ids = [table.id for table in ledger.tables.values() if table.settings.is_eval and table.name in tables]
     marks = ",".join("?" * len(ids))
     pending = ledger.db.value(
@@ -73,7 +74,14 @@ def _eval_refusal(ledger: Ledger, tables: Collection[str]) -> list[Admitted]:
         f"WHERE groups.table_id IN ({marks}) AND done_at IS NULL AND groups.state IN (0, 1)",
         *ids,
     )
-    return [Admitted(blocked=Blocked.EVAL, counts={"eval_pending": pending})] if pending else []
+    if pending:
+        return [Admitted(blocked=Blocked.EVAL, counts={"eval_pending": pending})]
+    if not alone:
+        return []
+    trains = [row["closed"] for row in ledger.db.all("SELECT closed FROM tables WHERE name NOT LIKE 'eval/%'")]
+    ended = bool(trains) and all(trains)  # no step follows that could open a round
+    counts = {"eval_pending": 0, "completed_step": run.completed_step}
+    return [Admitted(blocked=Blocked.CLOSED if ended else Blocked.ADMISSION, counts=counts)]
 
 
 def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Admitted:

@@ -18,7 +18,7 @@ from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
 _WANTED_FROM = 0.8
-"""Share of retained_bytes from which CompleteStep asks for a checkpoint: one more batch should still fit."""
+"""Share of retained_bytes or max_bytes from which CompleteStep asks for a checkpoint: one more batch should fit."""
 
 
 def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *, workers_ask: bool) -> BatchAnswer:
@@ -189,6 +189,13 @@ def _check_drops(ledger: Ledger, table: Table) -> None:
 
 def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> BatchAnswer:
     counts = occupancy_counts(ledger, run, table)
+    if counts["open"] and _no_group_fits(ledger, table):
+        full = {
+            "total_bytes": ledger.segments.total_bytes,
+            "max_bytes": ledger.options.max_bytes,
+            "consumed_bytes": _consumed_bytes(ledger, table),
+        }
+        return BatchAnswer(blocked=Blocked.RETAINED_BYTES, counts=full)
     if counts["open"]:
         reason = Blocked.GENERATING
     elif not may_admit(ledger, run, table):
@@ -196,6 +203,13 @@ def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> 
     else:
         reason = Blocked.GENERATING if workers_ask else Blocked.NO_WORKER
     return BatchAnswer(blocked=reason, counts=counts)
+
+
+def _no_group_fits(ledger: Ledger, table: Table) -> bool:
+    """True if every group that workers are making was refused for its size, and would be again."""
+    rows = ledger.db.all("SELECT lease_id FROM groups WHERE table_id = ? AND state = ?", table.id, State.OPEN)
+    room = ledger.options.max_bytes - ledger.segments.total_bytes
+    return all(ledger.refused_bytes.get(row["lease_id"], 0) > room for row in rows)
 
 
 def _groups_of(ledger: Ledger, step: int) -> tuple[BatchGroup, ...]:
@@ -234,16 +248,18 @@ def complete_step(
 
     Raises:
         StaleIncarnation, WrongStep, InvalidArgument: as their messages say.
-        FailedPrecondition: the step was completed with another outcome.
+        FailedPrecondition: the step was completed with another outcome or another published version.
     """
     run = ledger.check_incarnation(incarnation)
     table = ledger.table(table_name)
-    _check_published(ledger, run, step, outcome, published)
+    if published is not None:
+        ledger.check_run_id(published.run_id)
     batch = ledger.db.one("SELECT * FROM batches WHERE step = ?", step)
     if batch is not None and batch["table_id"] != table.id:
         _wrong_step(ledger, step, run, batch)
     if 0 < step <= run.completed_step:
-        return _completed_again(ledger, run, batch, step, outcome, final)
+        return _completed_again(ledger, run, batch, step, outcome, published, final)
+    _check_published(run, step, outcome, published)
     if batch is None or batch["state"] != "leased" or step != run.completed_step + 1:
         raise WrongStep(
             f"step {step} cannot be completed: the last one completed is {run.completed_step}, "
@@ -252,7 +268,10 @@ def complete_step(
             expected=run.completed_step + 1,
         )
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ? AND state = 3", State.CONSUMED, step)
-    ledger.db.run("UPDATE batches SET state = 'completed', outcome = ? WHERE step = ?", outcome, step)
+    ledger.db.run(
+        "UPDATE batches SET state = 'completed', outcome = ?, published = ? WHERE step = ?",
+        outcome, published.incarnation if published else 0, step,
+    )  # fmt: skip
     ledger.db.run("UPDATE run SET completed_step = ?", step)
     if published is not None:
         ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", published.incarnation, published.step)
@@ -262,7 +281,13 @@ def complete_step(
 
 
 def _completed_again(
-    ledger: Ledger, run: RunState, batch: sqlite3.Row | None, step: int, outcome: Outcome, final: bool
+    ledger: Ledger,
+    run: RunState,
+    batch: sqlite3.Row | None,
+    step: int,
+    outcome: Outcome,
+    published: Version | None,
+    final: bool,
 ) -> Completed:
     if batch is not None and batch["outcome"] != outcome:
         raise FailedPrecondition(
@@ -270,6 +295,16 @@ def _completed_again(
             state=Outcome(batch["outcome"]).name,
             wanted=outcome.name,
         )
+    if batch is not None and batch["published"] is not None and step > run.resume_step:
+        before = Version(run.run_id, batch["published"], step) if batch["published"] else None
+        if before != published:
+            raise FailedPrecondition(
+                f"step {step} was completed with published_version {before or 'unset'}, not {published or 'unset'}",
+                state=before or "unset",
+                wanted=published or "unset",
+            )
+    else:  # an earlier incarnation completed it
+        _check_published(run, step, outcome, published)
     if final and step == run.completed_step:
         _after_step(ledger, step, final)
         ledger.workers_may_go_on = True
@@ -288,10 +323,9 @@ def _after_step(ledger: Ledger, step: int, final: bool) -> tuple[str, ...]:
     return open_due_rounds(ledger, step, policy, final=final)
 
 
-def _check_published(ledger: Ledger, run: RunState, step: int, outcome: Outcome, published: Version | None) -> None:
+def _check_published(run: RunState, step: int, outcome: Outcome, published: Version | None) -> None:
     if published is None:
         return
-    ledger.check_run_id(published.run_id)
     if outcome is Outcome.SKIPPED:
         raise InvalidArgument(
             f"step {step} was skipped, so it changed nothing that could be published as {published}",
@@ -314,7 +348,10 @@ def _consumed_bytes(ledger: Ledger, table: Table) -> int:
 
 def _checkpoint_wanted(ledger: Ledger, table_id: int) -> bool:
     table = ledger.table_by_id(table_id)
-    return _consumed_bytes(ledger, table) >= _WANTED_FROM * table.settings.retained_bytes
+    return (
+        _consumed_bytes(ledger, table) >= _WANTED_FROM * table.settings.retained_bytes
+        or ledger.segments.total_bytes >= _WANTED_FROM * ledger.options.max_bytes
+    )
 
 
 def checkpoint_committed(ledger: Ledger, incarnation: int, step: int, oldest_kept_step: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ touches a disk. A poll that waits is woken by the next commit, not by a timer.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from vime_buffer.changes import Changes
 from vime_buffer.content import GroupContent, GroupRules
 from vime_buffer.digests import payload_digest
 from vime_buffer.ledger import Ledger
-from vime_buffer.schema import Database
+from vime_buffer.schema import OWN_FAULTS, Database, database_failed
 from vime_buffer.settings import TableSettings, check_table
 from vime_buffer.sources import JsonlSource
-from vime_buffer.validation import check_group
+from vime_buffer.validation import check_drop_reason, check_group
 from vime_buffer.values import (
     BatchAnswer,
     Blocked,
@@ -47,6 +48,9 @@ _LARGE = 256 << 10
 _SWEEP_S = 0.5
 """How often leases that ended are looked for while no call does it."""
 
+_LAWS_EVERY = 20
+"""Beats of the sweep between two looks at the conservation laws."""
+_LONGEST_ID = 128
 _WATCH_PAUSE_S = 0.1
 
 T = TypeVar("T")
@@ -60,21 +64,37 @@ class BufferLimits:
     worker_silence_s: float = 10.0
 
 
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """One LeasePrompts call. `left`: its caller went away while its leases were being committed."""
+
+    worker_id: str
+    request_id: str
+    left: bool = False
+
+    @property
+    def key(self) -> object:
+        """The same for the repeats of a call that names itself."""
+        return (self.worker_id, self.request_id) if self.request_id else self
+
+
 class Buffer:
     """An open ledger with its threads. Make it inside a running event loop."""
 
     def __init__(self, ledger: Ledger, limits: BufferLimits | None = None) -> None:
         self._ledger = ledger
         self._limits = limits or BufferLimits()
-        loop = asyncio.get_running_loop()
-        self.changes = Changes(loop)
-        self._slots = Changes(loop)
+        self._loop = asyncio.get_running_loop()
+        self.changes = Changes(self._loop)
+        self._slots = Changes(self._loop)
         self._writer = Writer(ledger, self._committed)
         self._reading = Database(ledger.db.path, read_only=True)
         # One thread for the one reading connection; payload files are read side by side.
         self._reader = ThreadPoolExecutor(1, "ledger-reader")
         self._payloads = ThreadPoolExecutor(2, "payload-reader")
         self._asking = 0
+        self._newest: dict[object, _Asked] = {}
+        self._broken: set[tuple[str, str]] = set()
         self._asked_at = float("-inf")
 
     async def close(self) -> None:
@@ -101,44 +121,82 @@ class Buffer:
             self._slots.announce_from_thread()
 
     async def sweep(self) -> None:
-        """Have the writer end leases whose time is over, for ever; to be run as a task."""
+        """Have the writer end leases whose time is over, and watch the laws, for ever; to be run as a task."""
+        beats = 0
         while not self.changes.stopped:
             # A fixed beat, whether or not a lease ends: a beat that is missing tells the ledger that it was deaf.
             await self._ledger.clock.sleep(_SWEEP_S)
             try:
                 await self._write(lambda ledger: None)  # the writer ends them before any operation
+                beats += 1
+                if beats % _LAWS_EVERY == 0:
+                    await self.check_laws()
             except Draining:
                 return
             except VimeError:
                 continue  # the writer said why; the disk may be better at the next beat
 
+    async def check_laws(self) -> None:
+        """Log an error for every conservation law that broke since the last look; none of them ever may."""
+        views_ = await self._read(_all_tables)
+        broken = {(view.settings.name, law): text for view in views_ for law, text in view.counts.broken_laws().items()}
+        for (table, law), numbers in broken.items():
+            if (table, law) not in self._broken:
+                _log.error("a conservation law is broken", table=table, law=law, numbers=numbers)
+        self._broken = set(broken)
+
     # -------------------------------------------------------------- workers
 
     async def lease_prompts(
-        self, worker_id: str, max_prompts: int, tables: Sequence[str], wait_s: float
+        self, worker_id: str, max_prompts: int, tables: Sequence[str], wait_s: float, request_id: str = ""
     ) -> PromptAnswer:
         """See `leases.lease_prompts`; waits up to `wait_s` for admission."""
         if max_prompts < 1:
             raise InvalidArgument("max_prompts must be at least 1, not 0", field="max_prompts", value=max_prompts)
+        if len(request_id) > _LONGEST_ID:
+            raise InvalidArgument(
+                f"request_id has {len(request_id)} characters, at most {_LONGEST_ID} may be",
+                field="request_id",
+                limit=_LONGEST_ID,
+                actual=len(request_id),
+            )
+        call = _Asked(worker_id, request_id)
+        self._newest[call.key] = call
         self._asking += 1
         try:
-            return await self._slots.poll(lambda: self._try_lease(worker_id, max_prompts, tables), wait_s)
+            return await self._slots.poll(lambda: self._try_lease(call, max_prompts, tables), wait_s)
         finally:
             self._asking -= 1
             self._asked_at = self._ledger.clock.now()
+            if not call.left:
+                self._forget(call)
 
-    async def _try_lease(self, worker_id: str, max_prompts: int, tables: Sequence[str]) -> tuple[PromptAnswer, bool]:
-        future = self._writer.submit(lambda ledger: leases.lease_prompts(ledger, worker_id, max_prompts, tables))
+    async def _try_lease(self, call: _Asked, max_prompts: int, tables: Sequence[str]) -> tuple[PromptAnswer, bool]:
+        future = self._writer.submit(
+            lambda ledger: leases.lease_prompts(ledger, call.worker_id, max_prompts, tables, call.request_id)
+        )
         try:
             answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if not future.cancel():  # it is being committed: nobody will hold these leases
-                future.add_done_callback(self._give_back)
+                call.left = True
+                future.add_done_callback(lambda done: self._in_loop(lambda: self._give_back(call, done)))
             raise
         return answer, bool(answer.leases) or answer.blocked is Blocked.CLOSED
 
-    def _give_back(self, future: Future[PromptAnswer]) -> None:
-        if future.cancelled() or future.exception() is not None:
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(work)
+
+    def _forget(self, call: _Asked) -> bool:
+        """The call is over; False if it was repeated meanwhile, so that its leases are the repeat's."""
+        if self._newest.get(call.key) is not call:
+            return False
+        del self._newest[call.key]
+        return True
+
+    def _give_back(self, call: _Asked, future: Future[PromptAnswer]) -> None:
+        if not self._forget(call) or future.cancelled() or future.exception() is not None:
             return
         # bounded by: the callback, which comes when it is done
         ids = [lease.lease_id for lease in future.result().leases]
@@ -164,7 +222,8 @@ class Buffer:
         table = self._ledger.table(group.table).settings
         facts: GroupFacts
         if drop_reason:
-            facts = GroupFacts(group.group_id, group.attempt, group.table, group.prompt_id, (), 0, 0, (), None, None)
+            check_drop_reason(drop_reason)
+            facts = GroupFacts(group.group_id, group.attempt, group.table, group.prompt_id, (), 0, 0, (), ())
         elif len(payload) > _LARGE:
             facts = await asyncio.to_thread(check_group, group, self._rules(table))
         else:
@@ -234,16 +293,17 @@ class Buffer:
         """Payloads in the order asked for, in lists of up to `message_bytes` (or one larger payload).
 
         Raises:
-            NotFound, FailedPrecondition, DataLoss: see `views.group_places` and `Segments.read`.
+            NotFound, FailedPrecondition, DataLoss: see `views.group_places`, `Segments.read` and
+                `incarnation.mark_corrupted`.
         """
         places = await self._read(lambda db: views.group_places(db, group_ids))
         loop = asyncio.get_running_loop()
         for part in _parts(places, message_bytes):
             payloads, damage = await loop.run_in_executor(self._payloads, self._read_payloads, places[part])
             if damage is not None:
-                group_id = group_ids[part][len(payloads)]
+                group_id, place = group_ids[part][len(payloads)], places[part][len(payloads)]
+                await self._mark_corrupted(group_id, place)
                 _log.error("a payload is damaged", group_id=group_id, cause=damage.message)
-                await self._mark_corrupted(group_id)
                 raise damage
             yield payloads
 
@@ -257,8 +317,8 @@ class Buffer:
                 return payloads, error
         return payloads, None
 
-    async def _mark_corrupted(self, group_id: str) -> None:
-        await self._write(lambda ledger: incarnation.mark_corrupted(ledger, group_id))
+    async def _mark_corrupted(self, group_id: str, place: Place) -> None:
+        await self._write(lambda ledger: incarnation.mark_corrupted(ledger, group_id, place))
 
     # -------------------------------------------------------------- tables
 
@@ -311,10 +371,7 @@ class Buffer:
 
     def look(self) -> list[views.TableView]:
         """Every table now; for metrics, from any thread."""
-        work = self._reader.submit(
-            self._snapshot, lambda db: [views.table_view(db, name) for name in views.table_names(db, "", 1000)]
-        )
-        return work.result(timeout=5.0)
+        return self._reader.submit(self._snapshot, _all_tables).result(timeout=5.0)
 
     async def list_groups(
         self, table: str, state: State | None, train_step: int | None, page_token: str, limit: int
@@ -331,12 +388,26 @@ class Buffer:
         return await asyncio.get_running_loop().run_in_executor(self._reader, self._snapshot, work)
 
     def _snapshot(self, work: Callable[[Database], T]) -> T:
-        """All statements of one read see one commit: the laws hold in every answer."""
-        self._reading.begin("DEFERRED")
+        """All statements of one read see one commit: the laws hold in every answer.
+
+        Raises:
+            StorageFailed, DataLoss: the database cannot be read.
+        """
         try:
-            return work(self._reading)
-        finally:
-            self._reading.rollback()
+            self._reading.rollback()  # of a read whose end failed
+            self._reading.begin("DEFERRED")
+            try:
+                return work(self._reading)
+            finally:
+                self._reading.rollback()
+        except OWN_FAULTS:
+            raise
+        except sqlite3.Error as error:
+            raise database_failed(self._reading.path, error) from None
+
+
+def _all_tables(db: Database) -> list[views.TableView]:
+    return [views.table_view(db, name) for name in views.table_names(db, "", 1000)]
 
 
 def _parts(places: Sequence[Place], limit: int) -> Iterator[slice]:

@@ -6,10 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vime_buffer.ledger import NO_PAYLOAD, Ledger, Table
-from vime_buffer.settings import MUTABLE, TableSettings, changed_fields, check_table
+from vime_buffer.settings import MUTABLE, TableSettings, changed_fields, check_budget, check_table
 from vime_buffer.sources import JsonlSource
 from vime_buffer.values import DROP_DELETED, State
-from vime_service.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
+from vime_service.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    VimeError,
+)
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -62,20 +69,22 @@ def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -
     """Make a table, or find the same one. Its settings with defaults filled in.
 
     Raises:
-        AlreadyExists: it is there with other settings.
+        AlreadyExists: it is there with other settings or another file.
+        InvalidArgument: another file has the source's name.
+        ImpossibleConfig: its retained_bytes leave no room.
     """
     settings = settings.filled()
     found = ledger.tables.get(settings.name)
-    if found is not None:
+    try:
+        if found is None:
+            _check_new(ledger, settings, source)
+        else:
+            _check_same(found, settings, source)
+    except VimeError:
         source.close()
-        different = changed_fields(found.settings, settings)
-        if different:
-            raise AlreadyExists(
-                f'table "{settings.name}" exists with other settings: {", ".join(different)}',
-                kind="table",
-                name=settings.name,
-                fields=",".join(different),
-            )
+        raise
+    if found is not None:
+        _move(ledger, found, source)
         return found.settings
     ledger.db.run(
         "INSERT INTO tables (name, settings, source_digest) VALUES (?, ?, ?)",
@@ -87,11 +96,47 @@ def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -
     return settings
 
 
+def _check_new(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> None:
+    """Prompt ids begin with the source's name, so that one name must mean one file's prompts."""
+    for other in ledger.tables.values():
+        if other.settings.source.name == settings.source.name and other.source.digest != source.digest:
+            raise InvalidArgument(
+                f'table "{settings.name}": "{settings.source.name}" is the source {other.settings.source.path} '
+                f'of table "{other.name}", which has other content than {settings.source.path}; '
+                "give one of them another source.name",
+                field="source.name",
+                value=settings.source.name,
+            )
+    check_budget([*(table.settings for table in ledger.tables.values()), settings], ledger.options.max_bytes)
+
+
+def _check_same(found: Table, settings: TableSettings, source: JsonlSource) -> None:
+    different = changed_fields(found.settings, settings)
+    if not different and found.source.digest != source.digest:
+        different = ["source"]
+    if different:
+        raise AlreadyExists(
+            f'table "{settings.name}" exists with other settings: {", ".join(different)}',
+            kind="table",
+            name=settings.name,
+            fields=",".join(different),
+        )
+
+
+def _move(ledger: Ledger, table: Table, source: JsonlSource) -> None:
+    """The same content may lie elsewhere now."""
+    settings = table.settings.at(source.settings.path)
+    ledger.db.run("UPDATE tables SET settings = ? WHERE id = ?", settings.model_dump_json(), table.id)
+    table.source.close()
+    table.source, table.settings = source, settings
+
+
 def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
     """Bring the tables of the configuration into the ledger, at start.
 
     Raises:
         FailedPrecondition: a setting that the run depends on differs from the ledger's.
+        ImpossibleConfig: the tables of the ledger keep more bytes than there may be.
     """
     for settings in tables:
         found = ledger.tables.get(settings.name)
@@ -99,6 +144,7 @@ def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
             create_table(ledger, settings, open_source(settings, ledger.options.seed))
         elif changed_fields(found.settings, settings):
             update_table(ledger, settings)
+    check_budget((table.settings for table in ledger.tables.values()), ledger.options.max_bytes)
 
 
 def update_table(ledger: Ledger, settings: TableSettings) -> None:
@@ -112,6 +158,17 @@ def update_table(ledger: Ledger, settings: TableSettings) -> None:
     table = ledger.table(settings.name)
     settings = settings.filled()
     check_table(settings)
+    if settings.source.path.resolve() != table.settings.source.path.resolve():
+        raise FailedPrecondition(
+            f'table "{settings.name}": its source is {table.settings.source.path}, not {settings.source.path}; '
+            "that it moved is said by the configuration at a restart, or by CreateTable",
+            state=table.settings.source.path,
+            wanted=settings.source.path,
+            field="source.path",
+        )
+    settings = settings.at(table.settings.source.path)
+    others = (other.settings for other in ledger.tables.values() if other is not table)
+    check_budget([*others, settings], ledger.options.max_bytes)
     fixed = [field for field in changed_fields(table.settings, settings) if field not in MUTABLE]
     if fixed:
         field = fixed[0]

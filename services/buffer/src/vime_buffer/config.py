@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from vime_buffer.settings import TableSettings, check_table
+from vime_buffer.settings import TableSettings, check_budget, check_table
 from vime_service.config import ConfigModel
 from vime_service.errors import VimeError
 from vime_service.server_config import ServiceConfig
@@ -67,6 +67,14 @@ class BufferSettings(ConfigModel):
     @model_validator(mode="after")
     def _one_file_for_a_source_name(self) -> BufferSettings:
         check_source_names(self.tables.values())
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_new_groups(self) -> BufferSettings:
+        try:
+            check_budget(self.tables.values(), self.max_bytes)
+        except VimeError as error:
+            raise ValueError(error.message) from None
         return self
 
     def roots(self) -> tuple[Path, ...]:

@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from vime_buffer.evals import announce_rounds, opened_at, rewind_rounds
 from vime_buffer.ledger import Ledger, RunState
-from vime_buffer.values import EVICT_CORRUPTED, EVICT_LOST_LINEAGE, EVICT_REGENERATED, Opened, Outcome, State, Version
+from vime_buffer.values import (
+    EVICT_CORRUPTED,
+    EVICT_LOST_LINEAGE,
+    EVICT_REGENERATED,
+    Opened,
+    Outcome,
+    Place,
+    State,
+    Version,
+)
 from vime_service.errors import FailedPrecondition, InvalidArgument, ResumeOutOfRange
 from vime_service.logging import get_logger
 
@@ -107,7 +116,9 @@ def _rewind(ledger: Ledger, resume_step: int, *, evict: bool) -> tuple[int, int]
         "UPDATE groups SET state = ? WHERE train_step > ? AND state IN (?, ?)",
         State.STORED, resume_step, State.LEASED, State.CONSUMED,
     )  # fmt: skip
-    ledger.db.run("UPDATE batches SET state = 'recorded', outcome = NULL, final = 0 WHERE step > ?", resume_step)
+    ledger.db.run(
+        "UPDATE batches SET state = 'recorded', outcome = NULL, published = NULL, final = 0 WHERE step > ?", resume_step
+    )
     return rewound, requeued
 
 
@@ -160,6 +171,16 @@ def _check_announced(ledger: Ledger, version: Version) -> RunState:
     return run
 
 
-def mark_corrupted(ledger: Ledger, group_id: str) -> None:
-    """Note that a payload is damaged: reads fail from now on, and the next incarnation has the group made again."""
-    ledger.db.run("UPDATE groups SET corrupted = 1 WHERE group_id = ? AND segment IS NOT NULL", group_id)
+def mark_corrupted(ledger: Ledger, group_id: str, place: Place) -> None:
+    """Note that a payload is damaged: reads fail from now on, and the next incarnation has the group made again.
+
+    Raises:
+        FailedPrecondition: the group's payload is not there any more; what was read was an older one, or none.
+    """
+    sql = "UPDATE groups SET corrupted = 1 WHERE group_id = ? AND segment = ? AND offset = ?"
+    if not ledger.db.run(sql, group_id, place.segment, place.offset):
+        raise FailedPrecondition(
+            f"group {group_id} changed while it was read; ask for its batch again",
+            state="changed",
+            wanted="stored, leased or consumed as it was",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sqlite3
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from vime_buffer.ledger import NO_LEASE, Ledger
 from vime_buffer.seeds import group_seeds
 from vime_buffer.values import (
     DROP_DELETED,
+    DROP_OTHER,
     GIVE_UP_EXPIRED,
     Failure,
     Insert,
@@ -21,6 +23,7 @@ from vime_buffer.values import (
     PromptAnswer,
     State,
     Version,
+    prompt_id,
 )
 from vime_service.errors import (
     AlreadyExists,
@@ -33,10 +36,15 @@ from vime_service.errors import (
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
+MAX_DROP_REASONS = 64
+"""Reasons of one table that have a count of their own."""
+_ATTEMPT = re.compile("[0-9]{1,10}")
 
 
-def lease_prompts(ledger: Ledger, worker_id: str, max_prompts: int, tables: Sequence[str]) -> PromptAnswer:
-    """Lease up to `max_prompts` prompts, eval rounds first.
+def lease_prompts(
+    ledger: Ledger, worker_id: str, max_prompts: int, tables: Sequence[str], request_id: str = ""
+) -> PromptAnswer:
+    """Lease up to `max_prompts` prompts, eval rounds first. A request that was answered gets its open leases again.
 
     Raises:
         NotFound: one of `tables` does not exist.
@@ -44,32 +52,54 @@ def lease_prompts(ledger: Ledger, worker_id: str, max_prompts: int, tables: Sequ
     """
     for name in tables:
         ledger.table(name)
+    if request_id and (answered := _answered_before(ledger, worker_id, request_id)):
+        return PromptAnswer(answered)
     admitted = admit(ledger, max_prompts, frozenset(tables) or frozenset(ledger.tables))
-    leases = tuple(_grant(ledger, row_id, worker_id) for row_id in admitted.rows)
+    leases = tuple(_grant(ledger, row_id, worker_id, request_id) for row_id in admitted.rows)
     return PromptAnswer(leases, admitted.blocked, admitted.counts)
 
 
-def _grant(ledger: Ledger, row_id: int, worker_id: str) -> LeaseGrant:
+def _answered_before(ledger: Ledger, worker_id: str, request_id: str) -> tuple[LeaseGrant, ...]:
+    rows = ledger.db.all(
+        "SELECT * FROM groups WHERE request_id = ? AND worker_id = ? "
+        "ORDER BY eval_step IS NULL, train_step IS NULL, train_step, place, admission",
+        request_id,
+        worker_id,
+    )
+    now = ledger.clock.now()
+    for row in rows:
+        ledger.lease_times.extend(row["lease_id"], now, ledger.table_by_id(row["table_id"]).settings.lease_ttl)
+    return tuple(_lease(ledger, row) for row in rows)
+
+
+def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str) -> LeaseGrant:
     row = ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id)
     assert row is not None, "admission named it in this transaction"
-    table = ledger.table_by_id(row["table_id"])
-    settings = table.settings
-    record = table.source.read(row["epoch"], row["source_index"])
     fence = _fence(ledger, row)
     lease_id = f"{row['group_id']}#{row['attempt']}.{secrets.token_hex(4)}"
     ledger.db.run(
-        "UPDATE groups SET state = ?, lease_id = ?, worker_id = ?, fence_incarnation = ?, fence_step = ? WHERE id = ?",
-        State.OPEN, lease_id, worker_id, fence.incarnation, fence.step, row_id,
+        "UPDATE groups SET state = ?, lease_id = ?, worker_id = ?, request_id = ?, "
+        "fence_incarnation = ?, fence_step = ? WHERE id = ?",
+        State.OPEN, lease_id, worker_id, request_id or None, fence.incarnation, fence.step, row_id,
     )  # fmt: skip
-    ledger.bump(table.id, "drawn")
-    ledger.lease_times.begin(lease_id, ledger.clock.now(), settings.lease_ttl)
+    ledger.bump(row["table_id"], "drawn")
+    ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
+    ledger.lease_times.begin(lease_id, ledger.clock.now(), ttl)
+    return _lease(ledger, ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id))
+
+
+def _lease(ledger: Ledger, row: Any) -> LeaseGrant:
+    """What the worker is told of an open lease."""
+    table = ledger.table_by_id(row["table_id"])
+    settings = table.settings
+    record = table.source.read(row["epoch"], row["source_index"])
     return LeaseGrant(
-        lease_id=lease_id,
+        lease_id=row["lease_id"],
         table=table.name,
         record=record,
         group_id=row["group_id"],
         attempt=row["attempt"],
-        fence=fence,
+        fence=Version(ledger.options.run_id, row["fence_incarnation"], row["fence_step"]),
         exact=settings.is_eval,
         num_samples=settings.samples_per_prompt,
         ttl=settings.lease_ttl,
@@ -100,7 +130,7 @@ def insert_group(ledger: Ledger, insert: Insert) -> bool:
         NotFound: the group or the attempt was never leased.
         LeaseLost: the attempt was superseded, expired or given up.
         AlreadyExists: the attempt is there with other bytes.
-        InvalidArgument: its versions do not pass the lease's fence.
+        InvalidArgument: it is of another prompt, or its versions do not pass the lease's fence.
         ResourceExhausted: the byte budget is used up.
         StorageFailed: the disk is.
     """
@@ -120,17 +150,31 @@ def insert_group(ledger: Ledger, insert: Insert) -> bool:
         return _same_again(row, insert)
     if row["lease_id"] != insert.lease_id:
         raise _lost(row, facts.attempt)
+    _check_prompt(ledger, row, facts.prompt_id)
     if insert.drop_reason:
         _drop(ledger, row, insert)
     else:
         _store(ledger, row, insert)
-    ledger.lease_times.end(insert.lease_id)
+    ledger.lease_ended(insert.lease_id)
     return False
+
+
+def _check_prompt(ledger: Ledger, row: sqlite3.Row, actual: str) -> None:
+    source = ledger.table_by_id(row["table_id"]).settings.source
+    expected = prompt_id(source.name, row["epoch"], row["source_index"])
+    if actual != expected:
+        raise InvalidArgument(
+            f'group {row["group_id"]} has the prompt "{actual}", its lease has "{expected}"',
+            field="group.prompt.prompt_id",
+            expected=expected,
+            actual=actual,
+        )
 
 
 def _same_again(row: sqlite3.Row, insert: Insert) -> bool:
     dropped = row["reason"] if row["state"] == State.DROPPED and row["reason"] != DROP_DELETED else ""
-    if row["digest"] == insert.digest and dropped == insert.drop_reason:
+    same = dropped == insert.drop_reason or (dropped == DROP_OTHER and insert.drop_reason != "")
+    if same and row["digest"] == insert.digest:
         return True
     raise AlreadyExists(
         f"attempt {row['attempt']} of group {row['group_id']} was inserted before with other content",
@@ -142,10 +186,10 @@ def _same_again(row: sqlite3.Row, insert: Insert) -> bool:
 
 def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     facts, table = insert.facts, ledger.table_by_id(row["table_id"])
-    oldest = _check_versions(ledger, row, insert, exact=table.settings.is_eval)
-    newest = facts.newest or oldest
+    oldest, newest = _check_versions(ledger, row, insert, exact=table.settings.is_eval)
     used, limit = ledger.segments.total_bytes, ledger.options.max_bytes
     if used + len(insert.payload) > limit:
+        ledger.refused_bytes[insert.lease_id] = len(insert.payload)
         raise ResourceExhausted(
             f"the byte budget is used up: {used} of {limit} bytes; a checkpoint frees consumed groups",
             kind="bytes",
@@ -175,32 +219,42 @@ def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
             field="drop_reason",
             value=insert.drop_reason,
         )
+    reason = _counted_as(ledger, row["table_id"], insert.drop_reason)
     ledger.db.run(
         f"UPDATE groups SET state = ?, reason = ?, digest = ?, train_step = NULL, place = NULL, {NO_LEASE} "
         "WHERE id = ?",
-        State.DROPPED, insert.drop_reason, insert.digest, row["id"],
+        State.DROPPED, reason, insert.digest, row["id"],
     )  # fmt: skip
     ledger.bump(row["table_id"], "inserted")
+    ledger.bump(row["table_id"], "dropped", reason)
     ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
     ledger.workers_may_go_on = True
 
 
-def _check_versions(ledger: Ledger, row: sqlite3.Row, insert: Insert, *, exact: bool) -> Version:
-    """The group's oldest version, after the lease's fence was checked again. Without a response it is the fence's."""
+def _counted_as(ledger: Ledger, table_id: int, reason: str) -> str:
+    """The reason, or `other` where a filter has made so many that they are no counts any more."""
+    known = {
+        row["reason"]
+        for row in ledger.db.all("SELECT reason FROM events WHERE table_id = ? AND kind = 'dropped'", table_id)
+    }
+    return reason if reason in known or len(known) < MAX_DROP_REASONS else DROP_OTHER
+
+
+def _check_versions(ledger: Ledger, row: sqlite3.Row, insert: Insert, *, exact: bool) -> tuple[Version, Version]:
+    """The group's oldest and newest version, each of them having passed the lease's fence. Without one: the fence's."""
     run = ledger.run()
     fence = Version(run.run_id, row["fence_incarnation"], row["fence_step"])
-    oldest, newest = insert.facts.oldest, insert.facts.newest
-    if oldest is None or newest is None:
-        return fence
-    if exact and not oldest == newest == fence:
-        raise _bad_version(row, f"must come from exactly {fence}, found {oldest} to {newest}", fence, oldest)
-    if not oldest.satisfies_at_least(fence):
-        raise _bad_version(row, f"must come from {fence} or newer, found {oldest}", fence, oldest)
-    if newest.incarnation > run.incarnation or (
-        newest.incarnation == run.incarnation and newest.step > run.leased_step
-    ):
-        raise _bad_version(row, f"names {newest}, which no trainer can have published yet", fence, newest)
-    return oldest
+    versions = insert.facts.versions or (fence,)
+    for version in versions:
+        if exact and version != fence:
+            raise _bad_version(row, f"must come from exactly {fence}, found {version}", fence, version)
+        if not version.satisfies_at_least(fence):
+            raise _bad_version(row, f"must come from {fence} or newer, found {version}", fence, version)
+        if version.incarnation > run.incarnation or (
+            version.incarnation == run.incarnation and version.step > run.leased_step
+        ):
+            raise _bad_version(row, f"names {version}, which no trainer can have published yet", fence, version)
+    return versions[0], versions[-1]
 
 
 def _bad_version(row: sqlite3.Row, what: str, fence: Version, found: Version) -> InvalidArgument:
@@ -233,7 +287,7 @@ def _ended_before(ledger: Ledger, lease_id: str) -> bool:
     group_id, _, rest = lease_id.rpartition("#")
     attempt = rest.partition(".")[0]
     row = ledger.db.one("SELECT * FROM groups WHERE group_id = ?", group_id)
-    if row is None or not attempt.isdigit() or int(attempt) > row["attempt"]:
+    if row is None or not _ATTEMPT.fullmatch(attempt) or int(attempt) > row["attempt"]:
         raise NotFound(f"lease {lease_id} never existed", kind="lease", name=lease_id)
     if int(attempt) < row["attempt"]:
         return False
@@ -267,7 +321,7 @@ def expire_due(ledger: Ledger) -> int:
     for lease_id in due:
         row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
         if row is None:
-            ledger.lease_times.end(lease_id)
+            ledger.lease_ended(lease_id)
             continue
         given_up = end_attempt(ledger, row, GIVE_UP_EXPIRED)
         _log.warning("lease expired", lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)

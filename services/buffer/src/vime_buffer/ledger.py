@@ -9,14 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vime_buffer.lease_times import LeaseTimes
 from vime_buffer.schema import Database
-from vime_buffer.segments import RECORD_OVERHEAD, Segments, storage_failed
+from vime_buffer.segments import RECORD_OVERHEAD, Segments, make_folder, storage_failed
 from vime_buffer.selectors import Selector, make_selector
 from vime_buffer.settings import TableSettings
 from vime_buffer.sources import JsonlSource
@@ -31,7 +31,7 @@ NO_PAYLOAD = (
     "segment = NULL, offset = NULL, bytes = 0, digest = NULL, sample_tokens = NULL, oldest_incarnation = NULL, "
     "oldest_step = NULL, newest_step = NULL, rewards = NULL, truncated = 0, response_tokens = 0, corrupted = 0"
 )
-NO_LEASE = "lease_id = NULL, worker_id = NULL, fence_incarnation = NULL, fence_step = NULL"
+NO_LEASE = "lease_id = NULL, worker_id = NULL, request_id = NULL, fence_incarnation = NULL, fence_step = NULL"
 
 _DEAF_S = 1.0
 """The sweep has the writer look twice a second. If that did not happen for this long, the process or its disk stood
@@ -78,6 +78,8 @@ class LedgerOptions:
     seed: int
     segment_bytes: int = 64 << 20
     max_bytes: int = 64 << 30
+    source_paths: Mapping[str, Path] = field(default_factory=dict)
+    """Where the configuration says that the sources of tables are now; elsewhere they are where they were."""
 
 
 class Ledger:
@@ -102,8 +104,10 @@ class Ledger:
         """A prompt or a slot became free since the last commit: workers that wait are to look again."""
         self.segments_may_have_died = False
         """Payloads went since the last commit."""
+        self.refused_bytes: dict[str, int] = {}
+        """Sizes of groups that the byte budget refused, by lease: advice for what LeaseBatch answers."""
         try:
-            options.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(options.folder)
             self._lock = _lock_folder(options.folder)
         except OSError as error:
             raise storage_failed(options.folder, error, "use") from None
@@ -160,6 +164,8 @@ class Ledger:
             table.settings = TableSettings.model_validate_json(settings[name])
         ttl = {table.id: table.settings.lease_ttl for table in self.tables.values()}
         open_rows = self.db.all("SELECT lease_id, table_id FROM groups WHERE state = ?", State.OPEN)
+        still_open = {row["lease_id"] for row in open_rows}
+        self.refused_bytes = {key: size for key, size in self.refused_bytes.items() if key in still_open}
         self.lease_times.restore(((row["lease_id"], ttl[row["table_id"]]) for row in open_rows), self.clock.now())
 
     def after_commit(self) -> None:
@@ -252,6 +258,11 @@ class Ledger:
 
     # -------------------------------------------------------------- rows
 
+    def lease_ended(self, lease_id: str) -> None:
+        """Forget what memory holds of a lease."""
+        self.lease_times.end(lease_id)
+        self.refused_bytes.pop(lease_id, None)
+
     def bump(self, table_id: int, kind: str, reason: str = "", n: int = 1) -> None:
         """Count events."""
         if n:
@@ -267,7 +278,7 @@ class Ledger:
             f"UPDATE groups SET state = ?, attempt = attempt + 1, {NO_LEASE} WHERE id = ?", State.QUEUED, row["id"]
         )
         self.bump(row["table_id"], "requeued")
-        self.lease_times.end(row["lease_id"])
+        self.lease_ended(row["lease_id"])
         self.workers_may_go_on = True
 
     def give_up(self, row: Any, reason: str) -> None:
@@ -279,7 +290,7 @@ class Ledger:
             row["id"],
         )
         self.bump(row["table_id"], "given_up", reason)
-        self.lease_times.end(row["lease_id"])
+        self.lease_ended(row["lease_id"])
         self.workers_may_go_on = True
 
     def evict(self, row: Any, reason: str, *, to: State = State.QUEUED, keep_place: bool = False) -> None:
@@ -327,7 +338,12 @@ class Ledger:
 
         for row in self.db.all("SELECT id, settings, source_digest FROM tables ORDER BY id"):
             settings = TableSettings.model_validate_json(row["settings"])
+            path = self.options.source_paths.get(settings.name, settings.source.path)
+            moved = path != settings.source.path
+            settings = settings.at(path)
             source = open_source(settings, self.options.seed, row["source_digest"])
+            if moved:
+                self.db.run("UPDATE tables SET settings = ? WHERE id = ?", settings.model_dump_json(), row["id"])
             self.add_table(row["id"], settings, source)
 
     def add_table(self, table_id: int, settings: TableSettings, source: JsonlSource) -> Table:

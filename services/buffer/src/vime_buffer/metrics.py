@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from vime_buffer.views import TableView
 
 Labels = dict[str, str]
+_SHARED_S = 0.5
+"""Age up to which a look serves the next gauge; collections are seconds apart."""
 
 
 class Observer(Protocol):
@@ -18,8 +21,26 @@ class Observer(Protocol):
         ...
 
 
-def register_metrics(metrics: Observer, read: Callable[[], list[TableView]]) -> None:
-    """Register the gauges; `read` looks at every table."""
+class _OneLook:
+    """The gauges of one collection are read one after the other: they share a look, and so show one moment."""
+
+    def __init__(self, look: Callable[[], list[TableView]], now: Callable[[], float]) -> None:
+        self._look, self._now = look, now
+        self._views: list[TableView] = []
+        self._looked_at = float("-inf")
+
+    def __call__(self) -> list[TableView]:
+        if self._now() - self._looked_at > _SHARED_S:
+            self._views = self._look()
+            self._looked_at = self._now()
+        return self._views
+
+
+def register_metrics(
+    metrics: Observer, look: Callable[[], list[TableView]], now: Callable[[], float] = time.monotonic
+) -> None:
+    """Register the gauges; `look` sees every table."""
+    read = _OneLook(look, now)
 
     def groups() -> Iterable[tuple[float, Labels]]:
         for view in read():

@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vime_service.errors import DataLoss, InvalidArgument, StorageFailed
+from vime_service.errors import DataLoss, InvalidArgument, StorageFailed, VimeError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_MIGRATIONS = {
+    1: """
+ALTER TABLE groups ADD COLUMN request_id TEXT;
+CREATE INDEX groups_request ON groups (request_id) WHERE request_id IS NOT NULL;
+ALTER TABLE batches ADD COLUMN published INTEGER;
+"""
+}
+"""What makes a ledger of a version one of the next; a folder outlives the program that began it."""
 
 _SCHEMA = """
 -- One row: the run, its incarnation, the policy version (NULL until announced) and how far it is.
@@ -65,6 +73,7 @@ CREATE TABLE groups (
     corrupted INTEGER NOT NULL DEFAULT 0,
     lease_id TEXT,
     worker_id TEXT,
+    request_id TEXT,                     -- of the LeasePrompts call that the lease answered; NULL if it named none
     fence_incarnation INTEGER,
     fence_step INTEGER,
     train_step INTEGER,                  -- the batch it belongs to, also while a rewind made it stored again
@@ -84,6 +93,7 @@ CREATE TABLE groups (
 CREATE UNIQUE INDEX groups_order ON groups (table_id, admission);
 CREATE INDEX groups_state ON groups (table_id, state, admission, bytes);
 CREATE UNIQUE INDEX groups_lease ON groups (lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX groups_request ON groups (request_id) WHERE request_id IS NOT NULL;
 CREATE INDEX groups_step ON groups (train_step, place) WHERE train_step IS NOT NULL;
 CREATE INDEX groups_segment ON groups (segment) WHERE segment IS NOT NULL;
 CREATE INDEX groups_round ON groups (table_id, eval_step, state) WHERE eval_step IS NOT NULL;
@@ -94,6 +104,7 @@ CREATE TABLE batches (
     table_id INTEGER NOT NULL,
     state TEXT NOT NULL,                 -- recorded (by an earlier lease, to be replayed), leased, completed
     outcome INTEGER,
+    published INTEGER,                   -- incarnation of the version published after it, 0: none, NULL: not known
     final INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX batches_skipped ON batches (step) WHERE outcome = 2;
@@ -119,6 +130,10 @@ CREATE TABLE rounds (
 ) WITHOUT ROWID;
 """
 
+OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError)
+"""Errors that a wrong statement makes, on a disk that is well."""
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
 
 class Database:
     """A connection with short names for what the ledger does all the time. Used by one thread at a time."""
@@ -133,7 +148,7 @@ class Database:
         self.path = path
         try:
             self._connection = sqlite3.connect(
-                f"file:{path}?mode=ro" if read_only else path,
+                f"{path.absolute().as_uri()}?mode=ro" if read_only else path,
                 uri=read_only,
                 isolation_level=None,
                 check_same_thread=False,
@@ -143,10 +158,8 @@ class Database:
             self._connection.row_factory = sqlite3.Row
             if not read_only:
                 self._prepare()
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise database_failed(path, error) from None
-        except sqlite3.DatabaseError as error:
-            raise DataLoss(f"{path} is damaged or no ledger: {error}", segment=path.name, offset=0) from None
 
     def _prepare(self) -> None:
         run = self._connection.execute
@@ -156,14 +169,15 @@ class Database:
         run("PRAGMA synchronous = FULL")
         run("PRAGMA wal_autocheckpoint = 1000")
         version = run("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (0, *_MIGRATIONS, SCHEMA_VERSION):
             raise DataLoss(
-                f"{self.path} has schema {version}; this version reads schema {SCHEMA_VERSION}",
+                f"{self.path} has schema {version}; this version reads schemas up to {SCHEMA_VERSION}",
                 segment=self.path.name,
                 offset=0,
             )
-        if version == 0:
-            self._connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+        steps = [_SCHEMA] if version == 0 else [_MIGRATIONS[older] for older in range(version, SCHEMA_VERSION)]
+        if steps:
+            self._connection.executescript(f"BEGIN;{''.join(steps)}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
 
     def run(self, sql: str, *values: object) -> int:
         """Execute; the number of rows changed."""
@@ -213,6 +227,8 @@ class Database:
         self._connection.close()
 
 
-def database_failed(path: Path, error: sqlite3.Error) -> StorageFailed:
-    """What a caller is told when SQLite cannot write."""
-    return StorageFailed(f"cannot write {path}: {error}; older data is intact", path=path)
+def database_failed(path: Path, error: sqlite3.Error) -> VimeError:
+    """What a caller is told when SQLite fails: damage, or a disk that refuses."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+        return DataLoss(f"{path} is damaged or no ledger: {error}", segment=path.name, offset=0)
+    return StorageFailed(f"cannot use {path}: {error}; older data is intact", path=path)

@@ -56,7 +56,7 @@ class Segments:
         self._synced_end = 0
         self.torn_bytes = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             present = sorted(self._present())
         except OSError as error:
             raise storage_failed(folder, error, "use") from None
@@ -197,7 +197,7 @@ class Segments:
 
     def _present(self) -> list[int]:
         names = [path.stem.removeprefix("segment-") for path in self._folder.glob("segment-*.seg")]
-        return [int(name) for name in names if name.isdigit()]
+        return [int(name) for name in names if name.isdecimal()]
 
     def _writable(self, nbytes: int) -> int:
         full = self._end > _FILE_HEADER.size and self._end + nbytes > self._segment_bytes
@@ -267,6 +267,13 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that is still there after a power cut."""
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

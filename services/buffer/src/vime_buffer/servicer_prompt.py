@@ -26,7 +26,9 @@ class PromptServicer(prompt_service_pb2_grpc.PromptServiceServicer):
         if not request.worker_id:
             raise InvalidArgument("worker_id is empty", field="worker_id")
         wait = min(convert.seconds_of(request.wait), remaining(context, reserve=_RESERVE_S))
-        answer = await self._buffer.lease_prompts(request.worker_id, request.max_prompts, list(request.tables), wait)
+        answer = await self._buffer.lease_prompts(
+            request.worker_id, request.max_prompts, list(request.tables), wait, request.request_id
+        )
         return pb.LeasePromptsResponse(
             leases=[convert.lease_to_proto(lease, self._buffer.settings(lease.table)) for lease in answer.leases],
             blocked_by=pb.BlockReason.ValueType(answer.blocked),

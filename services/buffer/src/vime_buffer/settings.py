@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator
 
@@ -126,13 +127,16 @@ class TableSettings(ConfigModel):
     @property
     def kind(self) -> Kind:
         """The part of the name before the slash."""
-        kind: Any = self.name.partition("/")[0]
-        return kind  # type: ignore[no-any-return]
+        return cast(Kind, self.name.partition("/")[0])  # `name` is checked
 
     @property
     def is_eval(self) -> bool:
         """True for `eval/<name>`."""
         return self.kind == "eval"
+
+    def at(self, path: Path) -> TableSettings:
+        """The same table with its source at `path`."""
+        return self.model_copy(update={"source": self.source.model_copy(update={"path": path})})
 
     def filled(self) -> TableSettings:
         """The same table with every default that depends on other settings written out."""
@@ -229,6 +233,22 @@ def _check_exact(table: TableSettings) -> None:
                 field=f"sampling.{field}",
                 value=value,
             )
+
+
+def check_budget(tables: Iterable[TableSettings], max_bytes: int) -> None:
+    """Refuse tables that may keep as many bytes of trained groups as there are for all groups.
+
+    Raises:
+        ImpossibleConfig: nothing could be inserted any more before the first of them asks for a checkpoint.
+    """
+    retained = sum(table.retained_bytes for table in tables if not table.is_eval)
+    if retained >= max_bytes:
+        raise ImpossibleConfig(
+            f"retained_bytes of all tables, {retained} together, must be below buffer.max_bytes {max_bytes}: "
+            "groups that are trained and kept for a rewind would leave no room for new ones",
+            retained_bytes=retained,
+            max_bytes=max_bytes,
+        )
 
 
 def changed_fields(old: TableSettings, new: TableSettings) -> list[str]:

@@ -80,8 +80,7 @@ def finished(
         response_tokens=4 * samples,
         truncated=0,
         rewards=tuple(rewards if rewards is not None else [float(n % 2) for n in range(samples)]),
-        oldest=at,
-        newest=at,
+        versions=(at,),
     )
     body = payload if payload is not None else f"{lease.group_id}#{lease.attempt}@{at}".encode()
     return Insert(lease.lease_id, facts, body, payload_digest(body), drop)
@@ -96,10 +95,11 @@ class Desk:
         self.folder = folder
         self.clock = clock or ManualClock()
         settings: dict[str, Any] = {"run_id": RUN_ID, "seed": 7, **options}
+        configured = list(tables)
+        settings["source_paths"] = {table.name: table.source.path for table in configured}
         self.ledger = Ledger(LedgerOptions(folder=folder, **settings), self.clock, wall=self.clock.now)
         self.writer = Writer(self.ledger)
         self.incarnation = self.ledger.run().incarnation
-        configured = list(tables)
         self.call(lambda ledger: catalog.configure_tables(ledger, configured))
 
     def call(self, work: Callable[[Ledger], T]) -> T:
@@ -116,7 +116,7 @@ class Desk:
 
     @staticmethod
     def _broken(ledger: Ledger, name: str) -> list[str]:
-        return [f"{name}: {law}" for law in views.table_view(ledger.db, name).counts.broken_laws()]
+        return [f"{name}: {law}" for law in views.table_view(ledger.db, name).counts.broken_laws().items()]
 
     def counts(self, name: str = "train") -> views.Counts:
         """Counts of a table."""

@@ -6,6 +6,7 @@ Every refusal names the field of the contract, the sample, and both numbers that
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -13,8 +14,10 @@ import numpy as np
 
 from vime_buffer.content import GroupContent, GroupRules, SampleContent, Span
 from vime_buffer.routes import check_routes
-from vime_buffer.values import GroupFacts, Version
+from vime_buffer.values import DROP_DELETED, GroupFacts, Version
 from vime_service.errors import BadRoutingTrace, InvalidArgument, LengthMismatch
+
+_REASON = re.compile("[a-z0-9_]{1,64}")
 
 
 def check_group(group: GroupContent, rules: GroupRules) -> GroupFacts:
@@ -184,8 +187,7 @@ def _check_routing(sample: SampleContent, rules: GroupRules, where: str) -> tupl
 
 
 def _facts(group: GroupContent) -> GroupFacts:
-    versions: list[Version] = [span.version for sample in group.samples for span in sample.spans]
-    by_age = sorted(versions, key=lambda version: (version.step, version.incarnation))
+    versions: set[Version] = {span.version for sample in group.samples for span in sample.spans}
     return GroupFacts(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -195,6 +197,20 @@ def _facts(group: GroupContent) -> GroupFacts:
         response_tokens=sum(sample.response_tokens for sample in group.samples),
         truncated=sum(1 for sample in group.samples if sample.status == "TRUNCATED"),
         rewards=tuple(sample.reward for sample in group.samples if sample.reward is not None),
-        oldest=by_age[0] if by_age else None,
-        newest=by_age[-1] if by_age else None,
+        versions=tuple(sorted(versions, key=lambda version: (version.step, version.incarnation))),
     )
+
+
+def check_drop_reason(reason: str) -> None:
+    """A reason becomes the name of a count.
+
+    Raises:
+        InvalidArgument: it is no short word, or the word for groups that were deleted by hand.
+    """
+    if not _REASON.fullmatch(reason) or reason == DROP_DELETED:
+        raise InvalidArgument(
+            f'drop_reason "{reason[:80]}" must be a word of at most 64 of the characters a-z, 0-9 and _, '
+            f'other than "{DROP_DELETED}"',
+            field="drop_reason",
+            value=reason[:80],
+        )

@@ -88,6 +88,7 @@ EVICT_REGENERATED = "REGENERATED"
 EVICT_CORRUPTED = "CORRUPTED"
 GIVE_UP_EXPIRED = "EXPIRED"
 DROP_DELETED = "deleted"
+DROP_OTHER = "other"
 
 PAYLOAD_STATES = (State.STORED, State.LEASED, State.CONSUMED)
 """States of groups whose payload is kept."""
@@ -158,9 +159,8 @@ class GroupFacts:
     """Samples cut by the budget."""
     rewards: tuple[float, ...]
     """Rewards of the scored samples."""
-    oldest: Version | None
-    """Oldest version in the spans; None if no sample has a response."""
-    newest: Version | None
+    versions: tuple[Version, ...]
+    """Every version in the spans once, the oldest first; none if no sample has a response."""
 
 
 @dataclass(frozen=True, slots=True)

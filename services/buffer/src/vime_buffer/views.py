@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from vime_buffer.schema import Database
 from vime_buffer.settings import TableSettings
 from vime_buffer.values import PAYLOAD_STATES, GroupRow, Place, State, Version
 from vime_service.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+
+_PAGE_TOKEN = re.compile("[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +34,18 @@ class Counts:
     payload_bytes: int
     free_slots: int
 
-    def broken_laws(self) -> list[str]:
-        """One sentence for each law that does not hold; none of them may ever be seen."""
+    def broken_laws(self) -> dict[str, str]:
+        """The numbers of each law that does not hold, by its name; none of them may ever be seen."""
         groups = (
             self.stored + self.leased + self.consumed + self.retired + sum(self.dropped.values())
             + sum(self.evicted.values())
         )  # fmt: skip
         prompts = self.open + self.prompts_inserted + self.requeued + sum(self.given_up.values())
-        broken = []
+        broken = {}
         if self.inserted != groups:
-            broken.append(f"groups: inserted {self.inserted}, accounted for {groups}")
+            broken["groups"] = f"inserted {self.inserted}, accounted for {groups}"
         if self.drawn != prompts:
-            broken.append(f"prompts: drawn {self.drawn}, accounted for {prompts}")
+            broken["prompts"] = f"drawn {self.drawn}, accounted for {prompts}"
         return broken
 
 
@@ -138,7 +141,7 @@ def list_groups(
     table_id = db.value("SELECT id FROM tables WHERE name = ?", table)
     if table_id is None:
         raise NotFound(f'there is no table "{table}"', kind="table", name=table)
-    if page_token and not page_token.isdigit():
+    if page_token and not _PAGE_TOKEN.fullmatch(page_token):
         raise InvalidArgument(f'"{page_token}" is no page token', field="page_token", value=page_token)
     after = int(page_token or 0)
     if state is State.EVICTED:

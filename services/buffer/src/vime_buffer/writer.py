@@ -15,14 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from vime_buffer.schema import Database, database_failed
+from vime_buffer.schema import OWN_FAULTS, Database, database_failed
 from vime_buffer.segments import Segments
 from vime_service.errors import Draining, Internal, VimeError
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
 _MAX_BATCH = 512
-_OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError)
 
 T = TypeVar("T")
 LedgerT = TypeVar("LedgerT", bound="Storage")
@@ -188,7 +187,7 @@ class Writer(Generic[LedgerT]):
         except VimeError as error:
             refused = error
         except sqlite3.Error as error:
-            if not isinstance(error, _OWN_FAULTS):
+            if not isinstance(error, OWN_FAULTS):
                 raise  # the disk refuses: that is the whole batch's concern
             refused = error
         except Exception as error:  # noqa: BLE001  a fault of ours belongs to this operation's caller alone
