@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -88,10 +89,12 @@ class BufferClient:
     ) -> pb.InsertGroupResponse:
         """Store a finished group, or with `drop_reason` count it as dropped. Idempotent.
 
+        A reason is a count's name: what a filter says in other letters or at length is made one (`drop_word`).
+
         Raises:
             LeaseLost: a later attempt took over, or the lease expired.
         """
-        request = pb.InsertGroupRequest(lease_id=lease_id, group=group, drop_reason=drop_reason)
+        request = pb.InsertGroupRequest(lease_id=lease_id, group=group, drop_reason=drop_word(drop_reason))
         with rpc_errors("buffer.InsertGroup"):
             return await self._prompts.InsertGroup(request, timeout=timeout_s)
 
@@ -174,6 +177,12 @@ class LeasedPrompt:
                 _log.warning("a lease could not be kept alive", group_id=self.lease.group_id, cause=str(error))
                 continue
             self.lost = self.lease.lease_id in answer.lost_lease_ids
+
+
+def drop_word(reason: str) -> str:
+    """A filter's reason as the contract has it: a word of at most 64 of a-z, 0-9 and _, not `deleted`; "" stays ""."""
+    word = re.sub("[^a-z0-9_]+", "_", reason.lower())[:64]
+    return "filter_deleted" if word == "deleted" else word
 
 
 def _duration(seconds: float) -> Duration:
