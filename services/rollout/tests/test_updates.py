@@ -52,8 +52,9 @@ async def greedy(stack: Stack, request_id: str = "g") -> list[int]:
 
 
 async def greedy_of(weights: Weights, stack: Stack) -> list[int]:
-    fresh = Stack(FakeEngine(), stack.config)
-    fresh.engine.weights = dict(weights)  # type: ignore[attr-defined]
+    engine = FakeEngine()
+    engine.weights = dict(weights)
+    fresh = Stack(engine, stack.config)
     fresh.weights.serve_initial()
     return await greedy(fresh)
 

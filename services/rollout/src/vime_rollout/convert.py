@@ -30,7 +30,7 @@ _FINISH = {
     FinishReason.LENGTH: trajectory_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: trajectory_pb2.FINISH_REASON_ABORT,
 }
-_PAUSE = {
+_PAUSE: dict[int, PauseMode] = {
     engine_service_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
     engine_service_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     engine_service_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
@@ -144,11 +144,11 @@ def pause_mode_in(value: int, default: PauseMode, field: str) -> PauseMode:
     """A pause mode; unset means the call's default, one of a newer contract is refused."""
     if value == engine_service_pb2.PAUSE_MODE_UNSPECIFIED:
         return default
-    mode = _PAUSE.get(value)  # type: ignore[call-overload, unused-ignore]
+    mode = _PAUSE.get(value)
     if mode is None:
         known = ", ".join(mode.name for mode in PauseMode)
         raise InvalidArgument(f"{field} {value} is not known here; known: {known}", field=field, value=value)
-    return mode  # type: ignore[no-any-return, unused-ignore]
+    return mode
 
 
 def seconds_in(message: Duration, default: float) -> float:

@@ -51,13 +51,13 @@ class Heartbeat:
         finally:
             await channel.close()
 
-    async def _beat(self, stub: router_service_pb2_grpc.RouterServiceStub, period: float) -> float:
+    async def _beat(self, stub: router_service_pb2_grpc.RouterServiceAsyncStub, period: float) -> float:
         """One heartbeat; the time until the next."""
         request = router_service_pb2.HeartbeatRequest(status=engine_status(self._core, self._address))
         if self._core.weights.highest is not None:
             request.highest_seen.CopyFrom(version_to_proto(self._core.weights.highest))
         try:
-            answer = await stub.Heartbeat(request, timeout=self._core.config.router.timeout_seconds)  # type: ignore[misc, unused-ignore]
+            answer = await stub.Heartbeat(request, timeout=self._core.config.router.timeout_seconds)
         except grpc.aio.AioRpcError as error:
             if not self._silent:
                 _log.warning("the router does not take heartbeats", code=error.code().name, detail=error.details())

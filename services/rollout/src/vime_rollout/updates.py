@@ -399,6 +399,7 @@ async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
 
 def _close_untaken(reserving: asyncio.Future[FileStaging]) -> None:
     if reserving.exception() is None:
+        # bounded by: it is done, this is its callback
         reserving.result().close()
 
 

@@ -55,11 +55,11 @@ class LoadRecord:
     error: str = ""
 
 
-class LoadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LoadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no __init_subclass__ of it
     """Use as a context around `model.load_weights(watcher.feed(tensors))`, then call `record`."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         # The references keep each storage alive, so that its address cannot come to mean another tensor.
         self._parameters = dict(parameters)
         self._by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}

@@ -376,7 +376,7 @@ class VllmEngine:
 
         engine = self
 
-        class Recorder(StatLoggerBase):  # type: ignore[misc]
+        class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM is skipped by mypy: its classes are Any
             def __init__(self) -> None:
                 pass
 
