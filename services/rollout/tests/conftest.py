@@ -19,6 +19,7 @@ from vime_rollout.engine import Engine, PauseMode, SamplingSettings
 from vime_rollout.engines.fake import FakeEngine
 from vime_rollout.generation import GeneratedSample, Generation
 from vime_rollout.requests import GenerationRequest
+from vime_rollout.tokenizing import TokenizerThread
 from vime_rollout.traffic import Traffic
 from vime_rollout.transfers import Rendezvous
 from vime_rollout.updates import CanaryPrompt, CommittedUpdate, Updater
@@ -50,7 +51,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.traffic = Traffic(self.weights)
-        self.generation = Generation(self.engine, self.traffic)
+        self.generation = Generation(self.engine, self.traffic, TokenizerThread())
         self.updater = Updater(self.engine, self.weights, self.traffic, self.generation, self.config, join=self._join)
 
     def _join(self, rendezvous: Rendezvous, deadline: Deadline) -> Transport:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -82,8 +84,10 @@ async def test_a_fast_stream_comes_in_pieces_of_32_and_a_slow_one_every_50_ms(
 async def test_the_text_leaves_out_the_terminating_id_and_is_cut_at_a_stop_string(fake_stack: Stack) -> None:
     await fake_stack.publish(1, A)
     (free,) = await fake_stack.generate("r", PROMPT, [3], max_tokens=60, return_text=True)
-    stop = free.text[5:7]
-    assert "\ufffd" not in free.text[:7] or stop
+    whole = range(len(free.text) - 1)
+    at = next(i for i in whole if i >= 5 and "\ufffd" not in free.text[i : i + 2])
+    stop = free.text[at : at + 2]
+    assert len(stop) == 2  # two characters that are no replacement for broken ones
     (cut,) = await fake_stack.generate("s", PROMPT, [3], max_tokens=60, return_text=True, stop=(stop,))
     assert cut.end.matched_stop == stop
     assert cut.text == free.text[: free.text.index(stop)]
@@ -96,6 +100,21 @@ async def test_the_text_leaves_out_the_terminating_id_and_is_cut_at_a_stop_strin
     assert ended.token_ids[-1] == EOS
     assert "<|eos|>" not in ended.text
     assert ended.end.finish_reason is FinishReason.STOP
+
+
+async def test_text_is_decoded_by_the_tokenizers_own_thread(fake_stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fake_stack.publish(1, A)
+    threads: set[str] = set()
+    decode = fake_stack.engine.tokenizer.decode
+
+    def watched(token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        threads.add(threading.current_thread().name)
+        return decode(token_ids, skip_special_tokens)
+
+    monkeypatch.setattr(fake_stack.engine.tokenizer, "decode", watched)
+    options = {"max_tokens": 100, "return_text": True, "resume_token_ids": [65, 66]}
+    assert [piece async for piece in fake_stack.generation.stream(request_of("r", PROMPT, **options), 10)]
+    assert threads == {"tokenizer_0"}
 
 
 async def test_one_trace_covers_prompt_and_response_but_the_last_token(fake_stack: Stack) -> None:

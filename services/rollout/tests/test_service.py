@@ -135,6 +135,22 @@ async def test_every_refusal_has_its_code_and_reason_and_numbers(running: Runnin
     assert (await failure(running.generation.Score(long, timeout=5))).metadata["field"] == "temperature"
 
 
+async def test_an_answer_that_could_not_pass_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    settings = ("rollout.engine=fake", "server.max_message_bytes=65536", "rollout.serve_initial=true")
+    async with service(tmp_path / "s", *settings) as fresh:
+        seeds = tuple(range(16))
+        call = fresh.generate("r", PROMPT, seeds, max_tokens=480, return_routes=True)
+        error = await failure(call)
+        assert (error.code.name, error.metadata["limit"]) == ("INVALID_ARGUMENT", "65536")
+        assert int(error.metadata["needed"]) > 16 * 480 * 13
+        status = (await fresh.engine.GetEngine(engine_pb.GetEngineRequest(), timeout=5)).status
+        assert status.load.generated_tokens == 0
+        answer = await fresh.generate("r", PROMPT, seeds, max_tokens=80, return_routes=True)
+        assert len(answer.samples) == 16
+        score = pb.ScoreRequest(sequences=[trajectory_pb2.TokenIds(ids=PROMPT * 20)] * 40, return_routes=True)
+        assert (await failure(fresh.generation.Score(score, timeout=5))).metadata["field"] == "sequences"
+
+
 async def test_control_calls_of_another_run_or_a_lower_incarnation_are_refused(running: Running) -> None:
     other = engine_pb.PauseRequest(caller_version=version_to_proto(version(1, run="other")))
     assert (await failure(running.engine.Pause(other, timeout=5))).reason == "FLEET_OWNED"

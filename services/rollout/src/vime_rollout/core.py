@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ from vime_rollout.config import RolloutSettings
 from vime_rollout.control import Control
 from vime_rollout.engine import Engine
 from vime_rollout.generation import Generation
+from vime_rollout.tokenizing import TokenizerThread
 from vime_rollout.traffic import Traffic
 from vime_rollout.transfers import Connect, connect
 from vime_rollout.updates import Updater
@@ -37,12 +36,11 @@ class Core:
         self.boot_id = uuid.uuid4().hex
         self.weights = WeightState(config.updatable)
         self.traffic = Traffic(self.weights)
-        self.generation = Generation(engine, self.traffic)
+        self._tokenizing = TokenizerThread()
+        self.generation = Generation(engine, self.traffic, self._tokenizing)
         self.updater = Updater(engine, self.weights, self.traffic, self.generation, config.updates, join)
         self.control = Control(engine, self.weights, self.traffic, self.updater)
         self.started = False
-        # Hugging Face tokenizers are not safe to use from several threads at once.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
 
     async def start(self) -> None:
         """Load the model. Raises `EngineError` when that fails."""
@@ -56,24 +54,21 @@ class Core:
         await self.control.close()
         await self.updater.close()
         await self.engine.stop()
-        self._tokenizing.shutdown(wait=False)
+        self._tokenizing.close()
 
     async def render_text(self, text: str) -> Rendered:
         """Ids of plain text."""
-        return Rendered(await self._tokenize(self.engine.tokenizer.encode_text, text), "text")
+        return Rendered(await self._tokenizing.run(self.engine.tokenizer.encode_text, text), "text")
 
     async def render_chat(self, messages: Sequence[Any], tools: Sequence[Any], options: dict[str, Any]) -> Rendered:
         """Ids of a conversation; `InvalidArgument` when the template cannot render it."""
         tokenizer = self.engine.tokenizer
         try:
-            ids = await self._tokenize(tokenizer.encode_chat, messages, tools, options)
+            ids = await self._tokenizing.run(tokenizer.encode_chat, messages, tools, options)
         except ValueError as error:
             raise InvalidArgument(str(error), field="chat") from error
         return Rendered(ids, tokenizer.chat_template_digest())
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
-        return str(await self._tokenize(self.engine.tokenizer.decode, token_ids, skip_special_tokens))
-
-    async def _tokenize(self, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
+        return await self._tokenizing.run(self.engine.tokenizer.decode, token_ids, skip_special_tokens)

@@ -26,6 +26,8 @@ from vime_rollout.engine import (
     SequenceScore,
 )
 from vime_rollout.requests import GenerationRequest, check_ids, check_request, check_routes
+from vime_rollout.response_text import ResponseText
+from vime_rollout.tokenizing import TokenizerThread
 from vime_rollout.traffic import RunningSample, Traffic, VersionSpan
 from vime_rollout.weights import Fence
 from vime_service.bulk.manifest import VersionKey
@@ -102,16 +104,16 @@ class _Sent:
     """What has been handed out of a sample so far."""
 
     tokens: int = 0
-    text: int = 0
     at: float = field(default_factory=time.monotonic)
 
 
 class Generation:
     """Runs requests on an engine. One instance per engine, one event loop."""
 
-    def __init__(self, engine: Engine, traffic: Traffic) -> None:
+    def __init__(self, engine: Engine, traffic: Traffic, tokenizing: TokenizerThread) -> None:
         self._engine = engine
         self._traffic = traffic
+        self._tokenizing = tokenizing
         self._scores = 0
 
     async def generate(self, request: GenerationRequest, seconds: float) -> list[GeneratedSample]:
@@ -233,6 +235,11 @@ class Generation:
         started = time.monotonic()
         sent = _Sent()
         resumed = len(request.resume_token_ids)
+        text: ResponseText | None = None
+        if request.return_text:
+            text = await self._tokenizing.run(
+                ResponseText, self._engine.tokenizer, request.resume_token_ids, sampling.stop
+            )
         call = EngineRequest(
             request_id=sample.engine_request_id,
             input_ids=[*request.prompt_token_ids, *request.resume_token_ids],
@@ -247,16 +254,15 @@ class Generation:
             late = time.monotonic() - sent.at >= PIECE_SECONDS and count > sent.tokens
             if output.end is None and count - sent.tokens < PIECE_TOKENS and not late:
                 continue
-            text = self._text(request, output)
+            new_text = await self._tokenizing.run(text.grow, output.token_ids, output.end) if text else ""
             end = self._end(request, sample, output, started) if output.end else None
-            first, sent.tokens = sent.tokens, count
-            start, sent.text, sent.at = sent.text, max(sent.text, len(text)), time.monotonic()
+            first, sent.tokens, sent.at = sent.tokens, count, time.monotonic()
             yield Piece(
                 index,
                 resumed + first,
                 output.token_ids[first:count],
                 output.logprobs[first:count],
-                text[start:],
+                new_text,
                 end,
                 spans_of(sample.spans, resumed + first, resumed + count),
             )
@@ -314,26 +320,6 @@ class Generation:
                 expected=description.num_experts,
                 actual=largest,
             )
-
-    def _text(self, request: GenerationRequest, output: EngineOutput) -> str:
-        """The response as text, from the ids: without the terminating id, cut at a stop string, whole characters."""
-        if not request.return_text:
-            return ""
-        ids = list(output.token_ids)
-        end = output.end
-        if end is not None and end.finish_reason is FinishReason.STOP and end.matched_stop is None:
-            ids = ids[:-1]
-        resumed = list(request.resume_token_ids)
-        text = self._engine.tokenizer.decode([*resumed, *ids])
-        if resumed:
-            text = text.removeprefix(self._engine.tokenizer.decode(resumed).rstrip("\ufffd"))
-        if end is None:  # the last character may still be incomplete, and a stop string may have begun
-            held = max((len(stop) - 1 for stop in request.sampling.stop), default=0)
-            text = text.rstrip("\ufffd")
-            return text[: len(text) - held] if held else text
-        if end.matched_stop:
-            text = text.partition(end.matched_stop)[0]
-        return text
 
     def _score_id(self) -> str:
         self._scores += 1

@@ -11,6 +11,7 @@ from opentelemetry import propagate
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1 import generation_service_pb2_grpc
 from vime_rollout import convert
+from vime_rollout.answer_size import check_generation_fits, check_scores_fit
 from vime_rollout.core import Core
 from vime_rollout.generation import RoutingSegment
 from vime_service.bulk.wire import version_to_proto
@@ -21,15 +22,22 @@ _RESERVE_S = 0.2
 
 
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
-    """See the contract."""
+    """See the contract.
 
-    def __init__(self, core: Core) -> None:
+    Args:
+        core: the engine.
+        max_message_bytes: the largest message that the server sends.
+    """
+
+    def __init__(self, core: Core, max_message_bytes: int) -> None:
         self._core = core
+        self._limit = max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """See the contract."""
         core = self._ready(request.model_id)
         wanted = convert.generation_in(request, _trace_headers())
+        check_generation_fits(wanted, core.engine.description, self._limit, stream=False)
         samples = await core.generation.generate(wanted, remaining(context, reserve=_RESERVE_S))
         engine = core.engine.description
         return pb.GenerateResponse(
@@ -43,6 +51,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         core = self._ready(request.generate.model_id)
         wanted = convert.generation_in(request.generate, _trace_headers())
         engine = core.engine.description
+        check_generation_fits(wanted, engine, self._limit, stream=True)
         async with aclosing(core.generation.stream(wanted, remaining(context, reserve=_RESERVE_S))) as pieces:
             async for piece in pieces:
                 yield pb.GenerateStreamResponse(
@@ -66,6 +75,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             )
         if not request.sequences:
             raise InvalidArgument("sequences is empty", field="sequences")
+        lengths = [len(sequence.ids) for sequence in request.sequences]
+        check_scores_fit(lengths, request.return_routes, core.engine.description, self._limit)
         fence = convert.fence_in(request.fence)
         seconds = remaining(context, reserve=_RESERVE_S)
         response = pb.ScoreResponse(engine_id=core.config.engine_id)

@@ -28,7 +28,9 @@ class Rollout:
         core = self.core
         address = core.config.advertise_address or service.address
         self._heartbeat = Heartbeat(core, address)
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(core), service.server)
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(core, service.config.max_message_bytes), service.server
+        )
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(core, address, self._heartbeat.beat_now), service.server
         )
