@@ -151,6 +151,11 @@ class FakeEngine(GenerationServiceServicer):
         self.served = served
         self.state = EngineState.ENGINE_STATE_SERVING
 
+    def known_at(self, address: str) -> EngineStatus:
+        """What a heartbeat says of one that serves at `address`, for tests without a network."""
+        self.info.address = address
+        return self.status()
+
     # -------------------------------------------------------------- heartbeats
 
     def status(self) -> EngineStatus:
@@ -288,12 +293,16 @@ class FakeEngine(GenerationServiceServicer):
         self._check_fence(request.fence)
 
     def _check_fence(self, fence: Fence) -> None:
-        if self.served is None or self.state != EngineState.ENGINE_STATE_SERVING:
+        if self.state != EngineState.ENGINE_STATE_SERVING:
             raise Unavailable("no weights are served")
         kind = fence.WhichOneof("kind") or "any"
+        if kind != "any" and self.served is None:
+            raise FenceNotMet("these weights were never published", fence=kind)
         wanted = fence.exactly if kind == "exactly" else fence.at_least
-        short = (self.served.incarnation, self.served.step) < (wanted.incarnation, wanted.step)
-        if kind != "any" and (short or (kind == "exactly" and self.served != wanted)):
+        if kind == "any" or self.served is None:
+            return
+        short = self.served.incarnation < wanted.incarnation or self.served.step < wanted.step
+        if short or (kind == "exactly" and self.served != wanted):
             raise FenceNotMet("the weights do not pass", fence=kind, serving=self.served.step)
 
     async def _pieces(

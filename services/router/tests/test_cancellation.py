@@ -49,9 +49,7 @@ def start(harness: Any, request: pb.GenerateRequest, streaming: bool, timeout: f
 
 @pytest.mark.parametrize("script", [SILENT, SLOW], ids=["silent", "slow"])
 @pytest.mark.parametrize("streaming", [True, False], ids=["stream", "whole"])
-async def test_k20_a_cancel_reaches_the_engine(
-    harness: Any, ask: Any, script: Script, streaming: bool
-) -> None:
+async def test_k20_a_cancel_reaches_the_engine(harness: Any, ask: Any, script: Script, streaming: bool) -> None:
     engine = FakeEngine("e0", served=version(1), script=script)
     await harness.join(engine)
     task = start(harness, ask(tokens=1000), streaming)

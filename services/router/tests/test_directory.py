@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,9 @@ from vime_service.errors import AlreadyExists, NotFound, StaleIncarnation
 AGES = Ages(suspect=3.0, dead=10.0, forget=100.0, deaf=1.0)
 
 
-def report(engine_id: str = "e0", boot: str = "b0", port: int = 1, **fields: object) -> Report:
+def report(engine_id: str = "e0", boot: str = "b0", port: int = 1, **fields: Any) -> Report:
     base = Report(engine_id, boot, f"127.0.0.1:{port}", "tiny", True, EngineState.SERVING, Version("run", 1, 1))
-    return replace(base, **fields)  # type: ignore[arg-type]
+    return replace(base, **fields)
 
 
 def pass_time(directory: Directory, clock: ManualClock, seconds: float) -> list[Report]:
@@ -109,10 +110,54 @@ def test_a_process_that_was_replaced_cannot_take_its_place_back_while_its_succes
     directory = Directory(clock, AGES)
     directory.hear(report(boot="old"))
     directory.hear(report(boot="new", port=2))
-    with pytest.raises(AlreadyExists, match="boot old of engine e0 was replaced by boot new"):
+    with pytest.raises(
+        AlreadyExists,
+        match=r"boot old of engine e0 at 127.0.0.1:1 was replaced by boot new of engine e0 at 127.0.0.1:2",
+    ):
         directory.hear(report(boot="old"))
     pass_time(directory, clock, 10.0)
     assert directory.hear(report(boot="old")).change is Change.REPLACED
+
+
+def test_an_engine_replaced_at_its_address_cannot_return() -> None:
+    clock = ManualClock()
+    directory = Directory(clock, AGES)
+    directory.hear(report("e0"))
+    assert directory.hear(report("e1")).ended == (report("e0"),)  # both say 127.0.0.1:1
+    for _ in range(3):  # else the two would end each other's calls with every heartbeat
+        with pytest.raises(AlreadyExists, match=r"engine e0 at 127.0.0.1:1 was replaced by boot b0 of engine e1 at"):
+            directory.hear(report("e0"))
+        assert directory.hear(report("e1")).change is Change.REFRESHED
+    directory.hear(report("e2"))
+    with pytest.raises(AlreadyExists, match="replaced by boot b0 of engine e2"):  # who replaced its successor
+        directory.hear(report("e0"))
+    pass_time(directory, clock, 10.0)
+    assert directory.hear(report("e0")).change is Change.REPLACED
+    with pytest.raises(AlreadyExists, match=r"engine e2 .* was replaced by boot b0 of engine e0"):
+        directory.hear(report("e2"))
+
+
+def test_the_generation_grows_when_an_engine_is_no_longer_a_member_after_its_restart() -> None:
+    clock = ManualClock()
+    directory = Directory(clock, AGES)
+    directory.hear(report())
+    generations = [directory.generation]
+    for boot, updatable in (("b1", False), ("b2", False), ("b3", True), ("b3", False), ("b3", True)):
+        directory.hear(report(boot=boot, updatable=updatable))
+        generations.append(directory.generation)
+    assert [after - before for before, after in itertools.pairwise(generations)] == [1, 0, 1, 1, 1]
+    directory.hear(report("teacher", updatable=False))  # takes its address over
+    assert directory.generation == generations[-1] + 1
+    assert directory.members() == []
+
+
+def test_members_are_looked_at_without_declaring_anybody_dead() -> None:
+    clock = ManualClock()
+    directory = Directory(clock, replace(AGES, deaf=60.0))
+    directory.hear(report())
+    clock.advance(11.0)
+    assert directory.members() == []
+    assert directory.sweep() == [report()]  # told to whoever sweeps, who ends its calls
 
 
 def test_draining_lasts_until_the_engine_restarts() -> None:

@@ -20,6 +20,10 @@ V = Version("run", 2, 10)
         (Fence(FenceKind.AT_LEAST, V), Version("run", 3, 10), True),
         (Fence(FenceKind.AT_LEAST, V), Version("run", 3, 9), False),  # that trainer went back behind the fence
         (Fence(FenceKind.AT_LEAST, V), Version("run", 1, 99), False),  # weights of a lost incarnation
+        (Fence(FenceKind.AT_LEAST, Version("run", 5, 10)), Version("run", 1, 99), False),  # one of several lost ones
+        (Fence(FenceKind.AT_LEAST, Version("run", 5, 10)), Version("run", 4, 10), False),
+        (Fence(FenceKind.AT_LEAST, Version("run", 1, 10)), Version("run", 5, 9), False),  # of a lease that is lost
+        (Fence(FenceKind.AT_LEAST, Version("run", 1, 10)), Version("run", 5, 10), True),
         (Fence(FenceKind.AT_LEAST, V), Version("other", 9, 99), False),
         (Fence(FenceKind.AT_LEAST, V), None, False),
         (Fence(FenceKind.EXACTLY, V), V, True),

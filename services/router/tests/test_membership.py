@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,12 +17,27 @@ from vime.common.v1.weight_version_pb2 import Fence, WeightVersion
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.router.v1 import router_service_pb2 as router_pb
 from vime_client.errors import RpcError, rpc_errors
+from vime_router.breaker import Breaker
+from vime_router.config import RouterSection
+from vime_router.convert import report_of
+from vime_router.directory import Ages, Directory
+from vime_router.fleet import Fleet
+from vime_router.servicer import RouterServicer
+from vime_service.clock import ManualClock
 from vime_service.errors import EngineFailed
 
 ALIVE = router_pb.EngineHealth.ENGINE_HEALTH_ALIVE
 BROKEN = router_pb.EngineHealth.ENGINE_HEALTH_BROKEN
 DEAD = router_pb.EngineHealth.ENGINE_HEALTH_DEAD
 PERIOD = 0.1
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until `true()`."""
+    since = time.monotonic()
+    while not true():
+        assert time.monotonic() - since < seconds, f"did not come true within {seconds} s"
+        await asyncio.sleep(0.01)
 
 
 async def answers(harness: Any, ask: Any, count: int, **fields: Any) -> Counter[str]:
@@ -88,15 +105,13 @@ async def test_weights_that_no_run_published_pass_no_fence_but_any(make_router: 
     harness = await make_router(queue_timeout_s=0.3)
     engine = FakeEngine("e0", served=version(1))
     await harness.join(engine)
-    engine.state, serving = EngineState.ENGINE_STATE_SERVING, engine.served
     engine.served = None  # an engine told to serve what it was started with
     await engine.beat(harness.channel)
-    engine.served = serving
-    call = harness.client.Generate(ask(fence=Fence(at_least=version(0))), timeout=5)
-    engine.served = None
     with pytest.raises(RpcError) as caught, rpc_errors():
-        await call
+        await harness.client.Generate(ask(fence=Fence(at_least=version(0))), timeout=5)
     assert caught.value.reason == "FENCE_NOT_MET"
+    assert engine.seen.requests == []
+    assert await answers(harness, ask, 1) == {"e0": 1}
 
 
 async def test_the_tokenizer_answers_before_any_weights_are_published(harness: Any) -> None:
@@ -168,8 +183,8 @@ async def test_a_fence_that_nobody_passes_in_time_is_told_with_what_is_served(ma
 
 async def test_the_callers_deadline_bounds_the_wait_and_still_brings_the_reason(harness: Any, ask: Any) -> None:
     with pytest.raises(RpcError) as caught, rpc_errors():
-        await harness.client.Score(pb.ScoreRequest(), timeout=0.5)
-    assert caught.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        await harness.client.Score(pb.ScoreRequest(), timeout=1.5)
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
 
 
 async def test_k25_a_full_queue_says_its_bound(make_router: Any, ask: Any) -> None:
@@ -247,7 +262,7 @@ async def test_k21_with_one_engine_loaded_new_calls_go_to_the_others_until_count
     for expected in ((10, 5, 5), (10, 10, 10), (11, 11, 11)):
         more = sum(expected) - sum(engine.seen.running for engine in engines)
         calls += [asyncio.ensure_future(harness.client.Generate(ask(), timeout=60)) for _ in range(more)]
-        await asyncio.sleep(0.2)
+        await until(lambda expected=expected: sum(engine.seen.running for engine in engines) == sum(expected))
         assert tuple(engine.seen.running for engine in engines) == expected
     for call in calls:
         call.cancel()
@@ -344,7 +359,53 @@ async def test_an_open_breaker_lets_one_call_try_after_the_pause(make_router: An
     assert (await harness.engines())["e0"].health == ALIVE
 
 
+async def test_a_probe_that_takes_long_does_not_keep_the_engine_closed(make_router: Any, ask: Any) -> None:
+    harness = await make_router(breaker_failures=1, breaker_pause_s=0.4, queue_timeout_s=30.0)
+    engine = FakeEngine("e0", served=version(1), script=Script(fail_at_token=0, faults_left=1))
+    await harness.join(engine)
+    with pytest.raises(RpcError), rpc_errors():
+        await harness.client.Generate(ask(), timeout=5)
+    engine.script.silent_seconds = 60
+    probe = asyncio.ensure_future(harness.client.Generate(ask(), timeout=60))
+    await until(lambda: engine.seen.running == 1)
+    engine.script.silent_seconds = 0
+    assert await answers(harness, ask, 3) == {"e0": 3}
+    assert not probe.done()
+    probe.cancel()
+
+
+async def test_the_first_piece_of_a_stream_is_enough_for_a_probe(make_router: Any, ask: Any) -> None:
+    harness = await make_router(breaker_failures=1, breaker_pause_s=2.0, queue_timeout_s=30.0)
+    engine = FakeEngine("e0", served=version(1), script=Script(fail_at_token=0, faults_left=1))
+    await harness.join(engine)
+    with pytest.raises(RpcError), rpc_errors():
+        await harness.client.Generate(ask(), timeout=5)
+    engine.script.chunk_seconds = 0.1
+    stream = harness.client.GenerateStream(pb.GenerateStreamRequest(generate=ask(tokens=1000)), timeout=60)
+    await anext(aiter(stream))
+    assert (await harness.engines())["e0"].health == ALIVE
+    stream.cancel()
+
+
 # ------------------------------------------------------------------ the directory to the outside
+
+
+async def test_a_death_that_list_members_notices_still_ends_its_calls() -> None:
+    clock, ended = ManualClock(), []
+    directory = Directory(clock, Ages(suspect=3.0, dead=10.0, forget=100.0, deaf=60.0))
+    policy, limits = RouterSection().new_policy(), (clock, 3, 5.0)
+    fleet = Fleet(
+        directory, policy, lambda: Breaker(*limits), lambda report, why: ended.append((report.engine_id, why))
+    )
+    fleet.hear(report_of(router_pb.HeartbeatRequest(status=FakeEngine("e0", served=version(1)).known_at("h:1"))))
+    clock.advance(11.0)
+    caller = router_pb.ListMembersRequest(caller_version=WeightVersion(run_id="run", incarnation=1, step=0))
+    before = directory.generation
+    assert directory.members() == []
+    listed = await RouterServicer(fleet, 1.0).ListMembers(caller, None)
+    assert list(listed.members) == []
+    assert listed.generation == before + 1
+    assert ended == [("e0", "its heartbeats stopped")]
 
 
 async def test_members_are_the_updatable_engines_that_live_and_the_generation_tells_changes(harness: Any) -> None:

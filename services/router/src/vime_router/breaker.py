@@ -26,7 +26,8 @@ class Breaker:
     Args:
         clock: monotonic time.
         failures: faults in a row that open it.
-        pause_s: seconds it stays open before one call is let through.
+        pause_s: seconds it stays open before one call is let through, and seconds without a fault after which that
+            call has shown enough: a generation takes minutes, and a healthy engine must not wait for its end.
     """
 
     def __init__(self, clock: Clock, failures: int, pause_s: float) -> None:
@@ -35,12 +36,14 @@ class Breaker:
         self._pause_s = pause_s
         self._in_a_row = 0
         self._opened_at: float | None = None
-        self._probing = False
+        self._probe_since: float | None = None
         self.faults = 0
 
     @property
     def state(self) -> BreakerState:
         """Where it stands now."""
+        if self._probe_since is not None and self._clock.now() - self._probe_since >= self._pause_s:
+            self._close()
         if self._opened_at is None:
             return BreakerState.CLOSED
         waited = self._clock.now() - self._opened_at
@@ -50,27 +53,34 @@ class Breaker:
     def lets_pass(self) -> bool:
         """True if a call may be sent now."""
         state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._probing)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe_since is None)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around one call; in the half-open state it is the probe, and others wait for it.
+        """Around one call; in the half-open state it is the probe, and others wait until it has shown enough.
 
-        Say `succeeded` or `failed` inside. A call that ends without either (a cancel, a client's mistake) leaves the
-        state as it was.
+        Say `answers`, `succeeded` or `failed` inside. A call that ends early without any of these (a cancel, a client's
+        mistake) leaves the state as it was.
         """
-        probe = self.state is BreakerState.HALF_OPEN
-        self._probing = self._probing or probe
+        probe = self.state is BreakerState.HALF_OPEN and self._probe_since is None
+        since = self._clock.now()
+        if probe:
+            self._probe_since = since
         try:
             yield
         finally:
-            if probe:
-                self._probing = False
+            if probe and self._probe_since == since:
+                self._probe_since = None
+
+    def answers(self) -> None:
+        """The engine gave the first piece of an answer: enough for a probe. Its next fault still opens it again."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._close()
 
     def succeeded(self) -> None:
         """The engine answered."""
         self._in_a_row = 0
-        self._opened_at = None
+        self._close()
 
     def failed(self) -> None:
         """The engine failed."""
@@ -78,3 +88,7 @@ class Breaker:
         self._in_a_row += 1
         if self._in_a_row >= self._limit:
             self._opened_at = self._clock.now()
+            self._probe_since = None
+
+    def _close(self) -> None:
+        self._opened_at = self._probe_since = None

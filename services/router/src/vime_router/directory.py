@@ -128,7 +128,7 @@ class Directory:
         self._clock = clock
         self._ages = ages
         self._entries: dict[str, Entry] = {}
-        self._replaced: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._replaced: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()  # each with who took its place
         self._incarnations: dict[str, int] = {}
         self._generation = first_generation
         self._swept_at = clock.now()
@@ -154,9 +154,11 @@ class Directory:
             raise NotFound(f"no engine {engine_id!r} is known here", kind="engine", name=engine_id) from None
 
     def members(self) -> list[Entry]:
-        """Updatable engines that are not dead, by engine_id: those that a weight update must reach."""
-        self.sweep()
-        return [entry for entry in self.entries() if entry.report.updatable and not entry.dead]
+        """Updatable engines that are not dead, by engine_id: those that a weight update must reach.
+
+        Looks only: whoever sweeps must end the calls of the dead. Sweep before, and `generation` fits.
+        """
+        return [e for e in self.entries() if e.report.updatable and self.liveness(e) is not Liveness.DEAD]
 
     def age(self, entry: Entry) -> float:
         """Seconds since the engine's last heartbeat."""
@@ -173,21 +175,22 @@ class Directory:
         """Take in a heartbeat.
 
         Raises:
-            AlreadyExists: it comes from a life that another boot of the same engine, still alive, has replaced.
+            AlreadyExists: its place, engine_id or address, was taken by a life that is still alive.
         """
         self._refuse_the_replaced(report)
         ended = self._end_lives_replaced_by(report)
         known = self._entries.get(report.engine_id)
         self._learn_incarnations(report)
+        was_member = known is not None and known.report.updatable and not known.dead
+        if was_member != report.updatable or any(life.report.updatable and not life.dead for life in ended):
+            self._generation += 1
+        reports = tuple(life.report for life in ended)
         if known is None:
             self._entries[report.engine_id] = Entry(report, self._clock.now())
-            self._count_change(report)
-            return Heard(Change.REPLACED if ended else Change.JOINED, ended)
+            return Heard(Change.REPLACED if ended else Change.JOINED, reports)
         returned = known.dead
         known.report, known.heard_at, known.dead = report, self._clock.now(), False
-        if returned:
-            self._count_change(report)
-        return Heard(Change.RETURNED if returned else Change.REFRESHED, ended)
+        return Heard(Change.RETURNED if returned else Change.REFRESHED, reports)
 
     def sweep(self) -> list[Report]:
         """Declare the long silent dead and forget the long dead; the newly dead are returned. Call it often."""
@@ -197,7 +200,7 @@ class Directory:
             age = self.age(entry)
             if not entry.dead and age >= self._ages.dead:
                 entry.dead = True
-                self._count_change(entry.report)
+                self._generation += entry.report.updatable
                 dead.append(entry.report)
             if age >= self._ages.forget:
                 del self._entries[engine_id]
@@ -236,44 +239,38 @@ class Directory:
                 entry.heard_at = min(now, entry.heard_at + gap)
 
     def _refuse_the_replaced(self, report: Report) -> None:
-        # A process that was frozen while its successor took over must not take the place back by waking up.
-        if report.key not in self._replaced:
-            return
-        successor = self._entries.get(report.engine_id)
-        if successor is None or self.liveness(successor) is Liveness.DEAD or successor.report.key == report.key:
-            del self._replaced[report.key]
+        # A process that was frozen while its successor took over must not take the place back by waking up, and of two
+        # engines that claim one address, the first must not end the second with each of its heartbeats.
+        key = report.key
+        while (successor := self._replaced.get(key)) is not None and successor != report.key:
+            key = successor
+        entry = self._entries.get(key[0])
+        if key == report.key or entry is None or entry.report.key != key or self.liveness(entry) is Liveness.DEAD:
+            self._replaced.pop(report.key, None)
             return
         raise AlreadyExists(
-            f"boot {report.boot_id} of engine {report.engine_id} was replaced by boot {successor.report.boot_id}",
+            f"boot {report.boot_id} of engine {report.engine_id} at {report.address} was replaced by "
+            f"boot {key[1]} of engine {key[0]} at {entry.report.address}",
             kind="engine",
             name=report.engine_id,
         )
 
-    def _end_lives_replaced_by(self, report: Report) -> tuple[Report, ...]:
-        ended: list[Report] = []
+    def _end_lives_replaced_by(self, report: Report) -> tuple[Entry, ...]:
+        ended: list[Entry] = []
         for engine_id, entry in list(self._entries.items()):
             other = entry.report
             if other.key == report.key:
                 continue
             if engine_id == report.engine_id or other.address == report.address:
                 del self._entries[engine_id]
-                self._remember_replaced(other)
-                ended.append(other)
-                if not entry.dead and engine_id != report.engine_id:
-                    self._count_change(other)
-        return tuple(ended)
-
-    def _remember_replaced(self, report: Report) -> None:
-        self._replaced[report.key] = None
+                self._replaced[other.key] = report.key
+                ended.append(entry)
         while len(self._replaced) > _REPLACED_BOOTS_KEPT:
             self._replaced.popitem(last=False)
+        return tuple(ended)
 
     def _learn_incarnations(self, report: Report) -> None:
         for version in (report.version, report.highest_seen):
             if version is not None:
                 known = self._incarnations.get(version.run_id, 0)
                 self._incarnations[version.run_id] = max(known, version.incarnation)
-
-    def _count_change(self, report: Report) -> None:
-        if report.updatable:
-            self._generation += 1

@@ -102,12 +102,16 @@ class EngineLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def to(self, report: Report) -> EngineLink:
-        """The link to this life of this engine."""
+        """The link to this life of this engine, picked just now: nobody would close one to a life that has ended."""
         link = self._links.get(report.key)
         if link is None:
             channel = open_channel(report.address, self._settings)
             link = self._links[report.key] = EngineLink(report.engine_id, channel)
         return link
+
+    def open_to(self, report: Report) -> EngineLink | None:
+        """The link to this life if calls went there and it has not ended."""
+        return self._links.get(report.key)
 
     def end(self, report: Report, why: str) -> None:
         """The life is over: fail its calls, close its channel. If it comes back, it gets a new link."""

@@ -43,8 +43,8 @@ class EngineRefused(Exception):
         self.cause = cause
 
 
-class AbortedBeforeStart(Exception):
-    """The call was aborted before any engine gave a token."""
+class AbortedWhileWaiting(Exception):
+    """The call was aborted while no engine ran it: before the first, or between one that failed and the next."""
 
 
 class Relay(Protocol[PieceT]):
@@ -63,6 +63,11 @@ class Relay(Protocol[PieceT]):
     @property
     def can_resume(self) -> bool:
         """True if another engine can go on from what was received."""
+        ...
+
+    @property
+    def can_end(self) -> bool:
+        """True if what was received may stand as it is, for an aborted call."""
         ...
 
     def open(self, seat: Seat, seconds: float) -> AbstractAsyncContextManager[AsyncIterator[PieceT]]:
@@ -114,7 +119,7 @@ class Forwarder:
         """Send a call whose answer comes whole; `send` gets the engine and the seconds it may take.
 
         Raises:
-            AbortedBeforeStart: it was aborted while it waited.
+            AbortedWhileWaiting: it was aborted while it waited.
             FenceNotMet: no engine's weights passed the fence in time.
             NoEngine: no engine served in time.
             EngineFailed: the engines asked failed.
@@ -140,14 +145,20 @@ class Forwarder:
             try:
                 with self._counted(seat, wanted, ticket):
                     async with relay.open(seat, deadline.remaining) as pieces:
+                        first = True
                         async for piece in pieces:
+                            if first:
+                                seat.breaker.answers()
+                                first = False
                             yield relay.take(piece)
                     self._check_complete(seat, relay)
                 return
             except (EngineRefused, EngineFault) as failure:
                 if relay.complete:  # everything was delivered; only the goodbye is missing
                     return
-                if relay.begun and (ticket.aborted or not relay.can_resume):
+                if ticket.aborted and relay.can_end:
+                    raise AbortedWhileWaiting from failure
+                if relay.begun and not relay.can_resume:
                     raise self._broken(failure) from failure
                 if isinstance(failure, EngineFault):
                     self._give_up_or_go_on(failure, seat, wanted, journey)
@@ -157,7 +168,7 @@ class Forwarder:
     async def _find(self, wanted: Wanted, deadline: Deadline, ticket: Ticket, journey: Journey) -> Seat:
         while True:
             if ticket.aborted:
-                raise AbortedBeforeStart
+                raise AbortedWhileWaiting
             seat = self._fleet.pick(wanted, journey.failed)
             if seat is not None:
                 return seat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -10,9 +11,9 @@ from vime.common.v1.trajectory_pb2 import FinishReason
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from vime_router.convert import fence_of
-from vime_router.engine_links import EngineLinks
+from vime_router.engine_links import EngineLink, EngineLinks
 from vime_router.fleet import Fleet, Seat, Wanted
-from vime_router.forward import AbortedBeforeStart, EngineFault, EngineRefused, Forwarder
+from vime_router.forward import AbortedWhileWaiting, EngineFault, EngineRefused, Forwarder
 from vime_router.running import Running, Ticket
 from vime_router.stream_relay import StreamRelay
 from vime_service.clock import Clock
@@ -39,7 +40,7 @@ class GenerationRouter(GenerationServiceServicer):
             try:
                 response: pb.GenerateResponse = await self._send("Generate", request, wanted, context, ticket)
                 return response
-            except AbortedBeforeStart:
+            except AbortedWhileWaiting:
                 return pb.GenerateResponse(samples=_aborted(request))
 
     async def GenerateStream(
@@ -54,9 +55,9 @@ class GenerationRouter(GenerationServiceServicer):
                 async with aclosing(self._forwarder.stream(wanted, self._deadline(context), ticket, relay)) as pieces:
                     async for piece in pieces:
                         yield piece
-            except AbortedBeforeStart:
-                for sample in _aborted(generate):
-                    yield pb.GenerateStreamResponse(sample_index=sample.sample_index, end=sample)
+            except AbortedWhileWaiting:
+                for end in relay.aborted():
+                    yield end
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         """See the contract."""
@@ -80,13 +81,16 @@ class GenerationRouter(GenerationServiceServicer):
         aborted = sum(ticket.samples for ticket in tickets if ticket.seat is None)
         self._fleet.wake()
         seconds = min(_ABORT_SECONDS, self._deadline(context).remaining)
-        for seat in [ticket.seat for ticket in tickets if ticket.seat is not None]:
-            try:
-                response = await self._links.to(seat.report).unary("Abort", request, seconds)
-            except (EngineFault, EngineRefused):
-                continue  # its call fails with the engine, and is not repeated
-            aborted += response.aborted
-        return pb.AbortResponse(aborted=aborted)
+        links = [self._links.open_to(ticket.seat.report) for ticket in tickets if ticket.seat is not None]
+        counts = await asyncio.gather(*(self._abort_at(link, request, seconds) for link in links if link is not None))
+        return pb.AbortResponse(aborted=aborted + sum(counts))
+
+    @staticmethod
+    async def _abort_at(link: EngineLink, request: pb.AbortRequest, seconds: float) -> int:
+        try:
+            return int((await link.unary("Abort", request, seconds)).aborted)
+        except (EngineFault, EngineRefused):
+            return 0  # its call fails with the engine, and is not repeated
 
     async def _send(self, method: str, request: Any, wanted: Wanted, context: Any, ticket: Ticket) -> Any:
         async def send(seat: Seat, seconds: float) -> Any:

@@ -68,6 +68,16 @@ class StreamProgress:
         return len(self._samples) == 1 and self._samples[0].attributed and not self._samples[0].ended
 
     @property
+    def can_end(self) -> bool:
+        """True if it is known of every sample which weights generated each token."""
+        return all(sample.attributed for sample in self._samples)
+
+    @property
+    def unended(self) -> Sequence[tuple[int, SampleProgress]]:
+        """Samples that have not ended, with their index."""
+        return [(index, sample) for index, sample in enumerate(self._samples) if not sample.ended]
+
+    @property
     def received(self) -> Sequence[int]:
         """Tokens of the single sample that arrived so far, without those that the caller brought along."""
         return self._samples[0].token_ids

@@ -42,6 +42,7 @@ class RouterServicer(RouterServiceServicer):
             )
         directory = self._fleet.directory
         directory.admit_caller(caller)
+        self._fleet.sweep()  # members and generation of one moment, and calls of whoever is dead end now
         members = [EngineStatus.FromString(entry.report.status) for entry in directory.members()]
         return pb.ListMembersResponse(members=members, generation=directory.generation)
 

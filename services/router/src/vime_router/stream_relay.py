@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from vime.rollout.v1.generation_service_pb2 import GenerateRequest, GenerateStreamRequest, GenerateStreamResponse
+from vime.common.v1.trajectory_pb2 import FinishReason
+from vime.rollout.v1.generation_service_pb2 import (
+    GeneratedSample,
+    GenerateRequest,
+    GenerateStreamRequest,
+    GenerateStreamResponse,
+)
 from vime_router.convert import duration_of, span_message, span_of
 from vime_router.engine_links import EngineLinks
 from vime_router.fleet import Seat
@@ -48,6 +54,23 @@ class StreamRelay:
     def can_resume(self) -> bool:
         """True if another engine can go on."""
         return self._progress.can_resume
+
+    @property
+    def can_end(self) -> bool:
+        """True if what was received may stand as it is."""
+        return self._progress.can_end
+
+    def aborted(self) -> Iterator[GenerateStreamResponse]:
+        """The ends of all samples that no engine will end: what was delivered keeps the versions that generated it."""
+        seconds = self._clock.now() - self._started_at
+        for index, sample in self._progress.unended:
+            end = GeneratedSample(
+                sample_index=index,
+                finish_reason=FinishReason.FINISH_REASON_ABORT,
+                version_spans=[span_message(span) for span in sample.spans],
+                generation_time=duration_of(seconds),
+            )
+            yield GenerateStreamResponse(sample_index=index, first_token=sample.length, end=end)
 
     @asynccontextmanager
     async def open(self, seat: Seat, seconds: float) -> AsyncIterator[AsyncIterator[GenerateStreamResponse]]:
