@@ -472,3 +472,16 @@ def test_a_reader_of_an_older_payload_does_not_mark_the_newer_one(make_desk):
     assert names(desk.batch(2)) == batches[2]
     assert desk.call(lambda ledger: views.group_places(ledger.db, [group_id])) != [older]
     assert desk.begin(1).requeued_prompts == 0
+
+
+def test_a_batch_that_was_never_made_again_is_still_the_batch_of_its_step(make_desk):
+    """Back to an old checkpoint, on to a newer one of the old lineage, and further back than both."""
+    desk = make_desk(40)
+    batches = trained_to(desk, 2)
+    desk.checkpoint(2)
+    desk.begin(1, regenerate=True)
+    desk.begin(2)
+    assert not set(desk.train(3)) & set(batches[2])  # it is in the checkpoint
+    desk.begin(0, regenerate=True)
+    for step in (1, 2):
+        assert desk.train(step) == batches[step]

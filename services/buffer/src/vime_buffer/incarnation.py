@@ -88,9 +88,10 @@ def _settle(ledger: Ledger, resume_step: int) -> None:
         "UPDATE groups SET state = ? WHERE train_step <= ? AND state IN (?, ?)",
         State.CONSUMED, resume_step, State.LEASED, State.STORED,
     )  # fmt: skip
-    # A place that was being made again is in the checkpoint as well: its prompt must not be trained twice.
+    # A place that was being made again is in the checkpoint as well: its prompt must not be trained twice. It stays the
+    # batch's, for a rewind that goes further back.
     ledger.db.run(
-        "UPDATE groups SET state = ?, train_step = NULL, place = NULL WHERE train_step <= ? AND state = ?",
+        "UPDATE groups SET state = ? WHERE train_step <= ? AND state = ?",
         State.WITHDRAWN, resume_step, State.QUEUED,
     )  # fmt: skip
     ledger.db.run(
@@ -110,6 +111,9 @@ def _rewind(ledger: Ledger, resume_step: int, *, evict: bool) -> tuple[int, int]
     for row in ledger.db.all("SELECT * FROM groups WHERE train_step > ? AND state = ?", resume_step, State.RETIRED):
         ledger.evict(row, EVICT_LOST_LINEAGE if evict else EVICT_REGENERATED, keep_place=True)
         requeued += 1
+    requeued += ledger.db.run(
+        "UPDATE groups SET state = ? WHERE train_step > ? AND state = ?", State.QUEUED, resume_step, State.WITHDRAWN
+    )
     if evict:
         return 0, requeued + _evict_lineage(ledger, resume_step)
     rewound = ledger.db.run(

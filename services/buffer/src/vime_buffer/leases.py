@@ -329,13 +329,13 @@ def expire_due(ledger: Ledger) -> int:
 
 
 def keep_alive(ledger: Ledger, worker_id: str, lease_ids: Sequence[str]) -> tuple[list[str], float]:
-    """Extend leases: those that are gone or another worker's, and the shortest time left to the others, in seconds."""
+    """Extend leases of a worker ("" is not compared): those that are gone or another's, and the shortest new time."""
     lost: list[str] = []
     ttls: list[float] = []
     now = ledger.clock.now()
     for lease_id in lease_ids:
-        row = ledger.db.one("SELECT table_id FROM groups WHERE lease_id = ? AND worker_id = ?", lease_id, worker_id)
-        if row is None:
+        row = ledger.db.one("SELECT table_id, worker_id FROM groups WHERE lease_id = ?", lease_id)
+        if row is None or worker_id not in ("", row["worker_id"]):
             lost.append(lease_id)
             continue
         ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
