@@ -129,11 +129,11 @@ async def test_a_cancel_that_comes_while_a_block_ends_is_not_swallowed() -> None
 
 
 async def test_a_lease_is_kept_alive_in_its_block_and_knows_when_it_is_lost() -> None:
-    buffer = FakeBuffer([{"prompt": "x"}], ttl_s=0.3)
+    buffer = FakeBuffer([{"prompt": "x"}], ttl_s=1.5)
     async with serving(buffer) as address, BufferClient(address) as client:
         (leased,) = await client.lease_prompts("me", 1, 1.0)
         async with leased:
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(2.5)
             assert not leased.lost
             buffer.expire(leased.lease.group_id)
             await wait_until(lambda: leased.lost)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from vime_client.config_loading import ConfigError, to_toml
 from vime_client.launcher.plan import load_plan, service_names, write_plan
@@ -86,20 +88,20 @@ def test_each_service_gets_its_own_section_and_the_addresses_of_the_others(recip
     names = ["buffer", "router", "rollout-0", "rollout-1", "trainer", "worker-0", "worker-1"]
     assert [service.name for service in plan.services] == names
 
-    def written(name: str) -> dict[str, object]:
+    def written(name: str) -> dict[str, Any]:
         return tomllib.loads((run_dir / "services" / f"{name}.toml").read_text())
 
     buffer = written("buffer")
     assert buffer["server"] == {"host": "127.0.0.1", "port": 20000}
-    assert buffer["buffer"]["tables"]["train"]["source"]["path"] == str(recipe.parent / "train.jsonl")  # type: ignore[index]
-    assert buffer["buffer"]["segment_bytes"] == 5000  # type: ignore[index]
-    assert written("trainer")["trainer"]["engine"] == {"optimizer": {"lr": 1e-5}}  # type: ignore[index]
-    assert written("trainer")["trainer"]["eval_tables"] == ["eval/heldout"]  # type: ignore[index]
+    assert buffer["buffer"]["tables"]["train"]["source"]["path"] == str(recipe.parent / "train.jsonl")
+    assert buffer["buffer"]["segment_bytes"] == 5000
+    assert written("trainer")["trainer"]["engine"] == {"optimizer": {"lr": 1e-5}}
+    assert written("trainer")["trainer"]["eval_tables"] == ["eval/heldout"]
     assert written("router")["router"] == {"queue_timeout_s": 10.0}
     rollout = written("rollout-1")["rollout"]
-    assert rollout["engine_id"] == "rollout-1"  # type: ignore[index]
-    assert rollout["router"] == {"address": "127.0.0.1:20001"}  # type: ignore[index]
-    assert rollout["vllm"]["max_model_len"] == 64  # type: ignore[index]
+    assert rollout["engine_id"] == "rollout-1"
+    assert rollout["router"] == {"address": "127.0.0.1:20001"}
+    assert rollout["vllm"]["max_model_len"] == 64
 
 
 def test_a_worker_knows_reward_routes_and_deadline_of_each_table(recipe: Path) -> None:
@@ -111,12 +113,12 @@ def test_a_worker_knows_reward_routes_and_deadline_of_each_table(recipe: Path) -
 
 
 def test_the_recipe_model_describes_every_field() -> None:
-    def undescribed(model: type, prefix: str = "") -> list[str]:
+    def undescribed(model: type[BaseModel], prefix: str = "") -> list[str]:
         found = []
-        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+        for name, field in model.model_fields.items():
             if not field.description:
                 found.append(prefix + name)
-            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 found += undescribed(field.annotation, f"{prefix}{name}.")
         return found
 

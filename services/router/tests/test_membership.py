@@ -12,18 +12,11 @@ import grpc
 import pytest
 from vime_router_fake_engine import FakeEngine, Script, version
 
-from vime.common.v1.engine_pb2 import EngineInfo, EngineState, EngineStatus
-from vime.common.v1.weight_version_pb2 import Fence, WeightVersion
+from vime.common.v1.engine_pb2 import EngineState
+from vime.common.v1.weight_version_pb2 import Fence
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime.router.v1 import router_service_pb2 as router_pb
 from vime_client.errors import RpcError, rpc_errors
-from vime_router.breaker import Breaker
-from vime_router.config import RouterSection
-from vime_router.convert import report_of
-from vime_router.directory import Ages, Directory
-from vime_router.fleet import Fleet
-from vime_router.servicer import RouterServicer
-from vime_service.clock import ManualClock
 from vime_service.errors import EngineFailed
 
 ALIVE = router_pb.EngineHealth.ENGINE_HEALTH_ALIVE
@@ -387,45 +380,6 @@ async def test_the_first_piece_of_a_stream_is_enough_for_a_probe(make_router: An
     stream.cancel()
 
 
-# ------------------------------------------------------------------ the directory to the outside
-
-
-async def test_a_death_that_list_members_notices_still_ends_its_calls() -> None:
-    clock, ended = ManualClock(), []
-    directory = Directory(clock, Ages(suspect=3.0, dead=10.0, forget=100.0, deaf=60.0))
-    policy, limits = RouterSection().new_policy(), (clock, 3, 5.0)
-    fleet = Fleet(
-        directory, policy, lambda: Breaker(*limits), lambda report, why: ended.append((report.engine_id, why))
-    )
-    fleet.hear(report_of(router_pb.HeartbeatRequest(status=FakeEngine("e0", served=version(1)).known_at("h:1"))))
-    clock.advance(11.0)
-    caller = router_pb.ListMembersRequest(caller_version=WeightVersion(run_id="run", incarnation=1, step=0))
-    before = directory.generation
-    assert directory.members() == []
-    listed = await RouterServicer(fleet, 1.0).ListMembers(caller, None)
-    assert list(listed.members) == []
-    assert listed.generation == before + 1
-    assert ended == [("e0", "its heartbeats stopped")]
-
-
-async def test_members_are_the_updatable_engines_that_live_and_the_generation_tells_changes(harness: Any) -> None:
-    caller = router_pb.ListMembersRequest(caller_version=WeightVersion(run_id="run", incarnation=2, step=0))
-    engine = FakeEngine("e0", served=version(1, incarnation=2))
-    await harness.join(engine, FakeEngine("teacher", served=version(0), model_id="big", updatable=False))
-    first = await harness.directory.ListMembers(caller, timeout=5)
-    assert [member.info.engine_id for member in first.members] == ["e0"]
-    assert first.members[0].info == engine.info
-    await harness.join(FakeEngine("e1"))
-    second = await harness.directory.ListMembers(caller, timeout=5)
-    assert [member.info.engine_id for member in second.members] == ["e0", "e1"]
-    assert second.generation > first.generation
-    caller.caller_version.incarnation = 1
-    with pytest.raises(RpcError) as caught, rpc_errors():
-        await harness.directory.ListMembers(caller, timeout=5)
-    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.ABORTED, "STALE_INCARNATION")
-    assert (caught.value.metadata["incarnation"], caught.value.metadata["current"]) == ("1", "2")
-
-
 async def test_a_drained_engine_finishes_what_it_has_and_gets_nothing_new(harness: Any, ask: Any) -> None:
     engine = FakeEngine("e0", served=version(1), script=Script(silent_seconds=0.3))
     await harness.join(engine)
@@ -441,47 +395,3 @@ async def test_a_drained_engine_finishes_what_it_has_and_gets_nothing_new(harnes
     assert set(await answers(harness, ask, 4)) == {"e0", "e1"}
     with pytest.raises(RpcError, match="no engine 'nobody' is known"), rpc_errors():
         await harness.directory.DrainEngine(router_pb.DrainEngineRequest(engine_id="nobody"), timeout=5)
-
-
-async def test_engines_are_listed_in_pages(harness: Any) -> None:
-    await harness.join(*(FakeEngine(f"e{i}", served=version(1)) for i in range(5)))
-    pages, token = [], ""
-    while True:
-        response = await harness.directory.ListEngines(
-            router_pb.ListEnginesRequest(page_size=2, page_token=token), timeout=5
-        )
-        pages.append([engine.status.info.engine_id for engine in response.engines])
-        token = response.next_page_token
-        if not token:
-            break
-    assert pages == [["e0", "e1"], ["e2", "e3"], ["e4"]]
-
-
-async def test_an_engine_that_is_silent_for_long_is_listed_as_dead(make_router: Any) -> None:
-    harness = await make_router(suspect_after_periods=1, dead_after_periods=3)
-    engine = FakeEngine("e0", served=version(1))
-    await engine.start()
-    harness.stack.push_async_callback(engine.kill)
-    await engine.beat(harness.channel)
-    await asyncio.sleep(0.6)
-    found = (await harness.engines())["e0"]
-    assert found.health == DEAD
-    assert found.heartbeat_age.ToTimedelta().total_seconds() >= 0.3
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"engine_id": ""}, r"status\.info\.engine_id is empty"),
-        ({"boot_id": ""}, r"status\.info\.boot_id is empty"),
-        ({"address": "nowhere"}, 'address "nowhere" must have the form host:port'),
-        ({"model_id": ""}, r"status\.info\.model_id is empty"),
-    ],
-)
-async def test_a_heartbeat_that_does_not_say_who_is_refused(harness: Any, change: dict[str, str], message: str) -> None:
-    fields = {"engine_id": "e0", "boot_id": "b", "address": "127.0.0.1:1", "model_id": "tiny", **change}
-    status = EngineStatus(info=EngineInfo(**fields, updatable=True), state=EngineState.ENGINE_STATE_SERVING)
-    with pytest.raises(RpcError, match=message) as caught, rpc_errors():
-        await harness.directory.Heartbeat(router_pb.HeartbeatRequest(status=status), timeout=5)
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert await harness.engines() == {}

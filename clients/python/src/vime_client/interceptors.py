@@ -81,6 +81,7 @@ class _Intercept:
         return call
 
 
+# The ignores below: the base classes are generic for type checkers only, and cannot be subscripted at run time.
 class _UnaryUnary(_Intercept, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg, unused-ignore]
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return await self._call(continuation, client_call_details, request, streaming=False)

@@ -47,7 +47,7 @@ class BoundedQueue(SpanProcessor):
     def shutdown(self) -> None:
         """Export what waits and stop."""
         self._exporter.leaving = True
-        self._batches.shutdown()  # type: ignore[no-untyped-call]
+        self._batches.shutdown()  # type: ignore[no-untyped-call]  # the SDK annotates it only in part
         with self._lock:
             self.dropped += self._waiting
             self._waiting = 0

@@ -108,14 +108,15 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
         # reflection; none of ours) are parsed by gRPC.
         parse: Parse | None = None if handler.request_streaming else handler.request_deserializer
         behaviour = self._around(method, _streaming(inner) if handler.response_streaming else inner, parse)
-        make = {
+        make: Any = {  # typed by grpc-stubs for one kind each, and chosen here at run time
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
         by_grpc = handler.request_deserializer if handler.request_streaming else None
-        return make(behaviour, by_grpc, handler.response_serializer)  # type: ignore[arg-type, operator, no-any-return, unused-ignore]
+        made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, by_grpc, handler.response_serializer)
+        return made
 
     def _around(self, method: str, behaviour: Behaviour, parse: Parse | None) -> Behaviour:
         async def handle(request: Any, context: Any) -> Any:
