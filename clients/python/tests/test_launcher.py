@@ -208,12 +208,18 @@ async def test_a_trainer_that_is_away_is_waited_for_longer(tmp_path: Path) -> No
     assert said[0] == "the trainer does not answer: person drives single steps"
 
 
-async def test_training_that_ended_before_its_last_step_is_stopped_not_finished(tmp_path: Path) -> None:
-    trainer = FakeTrainer(num_steps=10)
-    trainer.report(4)
-    trainer.finish()
-    end, _ = await watched(trainer, tmp_path)
-    assert end == LoopEnd("stopped", "training ended after step 4 of 10: somebody stopped it, or its data ended")
+async def test_training_that_somebody_stopped_is_not_finished_and_data_that_ended_is(tmp_path: Path) -> None:
+    ends = {
+        "stopped": LoopEnd("stopped", "training was stopped after step 4 of 10"),
+        "data": LoopEnd("finished", "the data ended after step 4 of 10"),
+    }
+    for name, expected in ends.items():
+        trainer = FakeTrainer(num_steps=10)
+        trainer.report(4)
+        trainer.finish(stopped=name == "stopped", detail=expected.reason if name == "data" else "")
+        (tmp_path / name).mkdir()
+        end, _ = await watched(trainer, tmp_path / name)
+        assert end == expected
 
 
 def fleet(run_dir: Path, steps: int, end: str, port: int) -> ServicePlan:

@@ -8,7 +8,8 @@ import tracemalloc
 import pytest
 
 from vime_buffer import leases, views
-from vime_buffer.values import Blocked, Failure, Outcome
+from vime_buffer.testing import RUN_ID
+from vime_buffer.values import Blocked, Failure, Outcome, Version
 from vime_service.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, StaleIncarnation, WrongStep
 
 
@@ -366,6 +367,16 @@ def test_all_bytes_together_ask_for_a_checkpoint_and_say_that_they_hold_training
     assert desk.batch(3).blocked is Blocked.GENERATING
     desk.insert(second, payload=b"x" * 900)
     assert len(desk.batch(3).groups) == 2
+
+
+def test_the_final_completion_may_bring_the_version_that_was_not_due_before(make_desk):
+    desk = make_desk(2, max_staleness=1, publish_interval=2)
+    desk.begin()
+    desk.train(1, publish=False)
+    assert desk.complete(1, final=True) == desk.complete(1, final=True)
+    assert desk.call(lambda ledger: ledger.run().policy) == Version(RUN_ID, 1, 1)
+    with pytest.raises(FailedPrecondition, match=r"published_version \{1, 1\}, not unset"):
+        desk.complete(1, publish=False, final=True)
 
 
 def test_a_step_completed_again_has_the_version_that_it_published(make_desk):

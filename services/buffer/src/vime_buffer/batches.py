@@ -244,7 +244,7 @@ def complete_step(
     """Ack the batch of `step`, set the policy version, free the slots, open eval rounds: one transaction.
 
     Asked again, it answers the same; `final` may be added then, for a trainer that learns at END_OF_DATA that the step
-    before was the last.
+    before was the last, and with it the version published since, if none was due before.
 
     Raises:
         StaleIncarnation, WrongStep, InvalidArgument: as their messages say.
@@ -268,13 +268,9 @@ def complete_step(
             expected=run.completed_step + 1,
         )
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ? AND state = 3", State.CONSUMED, step)
-    ledger.db.run(
-        "UPDATE batches SET state = 'completed', outcome = ?, published = ? WHERE step = ?",
-        outcome, published.incarnation if published else 0, step,
-    )  # fmt: skip
+    ledger.db.run("UPDATE batches SET state = 'completed', outcome = ? WHERE step = ?", outcome, step)
     ledger.db.run("UPDATE run SET completed_step = ?", step)
-    if published is not None:
-        ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", published.incarnation, published.step)
+    _set_published(ledger, step, published)
     opened = _after_step(ledger, step, final)
     ledger.workers_may_go_on = True
     return Completed(_checkpoint_wanted(ledger, batch["table_id"]), opened)
@@ -297,7 +293,10 @@ def _completed_again(
         )
     if batch is not None and batch["published"] is not None and step > run.resume_step:
         before = Version(run.run_id, batch["published"], step) if batch["published"] else None
-        if before != published:
+        if before is None and final and step == run.completed_step:
+            _check_published(run, step, outcome, published)
+            _set_published(ledger, step, published)
+        elif before != published:
             raise FailedPrecondition(
                 f"step {step} was completed with published_version {before or 'unset'}, not {published or 'unset'}",
                 state=before or "unset",
@@ -310,6 +309,12 @@ def _completed_again(
         ledger.workers_may_go_on = True
     wanted = batch is not None and _checkpoint_wanted(ledger, batch["table_id"])
     return Completed(wanted, opened_at(ledger, step))
+
+
+def _set_published(ledger: Ledger, step: int, published: Version | None) -> None:
+    ledger.db.run("UPDATE batches SET published = ? WHERE step = ?", published.incarnation if published else 0, step)
+    if published is not None:
+        ledger.db.run("UPDATE run SET policy_incarnation = ?, policy_step = ?", published.incarnation, published.step)
 
 
 def _after_step(ledger: Ledger, step: int, final: bool) -> tuple[str, ...]:

@@ -194,12 +194,12 @@ class Desk:
         own, oldest = self.incarnation, step if oldest_kept is None else oldest_kept
         return self.call(lambda ledger: batches.checkpoint_committed(ledger, own, step, oldest))
 
-    def train(self, step: int) -> list[str]:
+    def train(self, step: int, *, publish: bool = True) -> list[str]:
         """Generate what is admitted, lease the batch of `step`, complete it; ids of its groups."""
         for lease in self.lease().leases:
             self.insert(lease)
         groups = [group.group_id for group in self.batch(step).groups]
-        self.complete(step)
+        self.complete(step, publish=publish)
         return groups
 
 

@@ -99,7 +99,7 @@ class Trainer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             if self.status.state not in (State.FINISHED, State.FAILED):
-                await self._set(State.FINISHED, "")
+                await self._set(State.FINISHED, "", stopped=True)
             await self._events.close()
         return self.status
 
@@ -116,7 +116,7 @@ class Trainer:
         try:
             await self._incarnations()
             if self.status.state is not State.FINISHED:  # stopped between two incarnations
-                await self._set(State.FINISHED, "")
+                await self._set(State.FINISHED, "", stopped=True)
             self._marker.unlink(missing_ok=True)
         except self._expected as error:
             logger.error("the run failed: %s", error)
@@ -150,8 +150,8 @@ class Trainer:
                 logger.error("%s after %.0f s; restart %d in %.0f s", error, time.monotonic() - began, restarts, wait)
                 await asyncio.sleep(wait)  # back-off: whatever killed a rank may still be there
 
-    async def _set(self, state: State, detail: str, activity: str = "") -> None:
-        self._idle_status = replace(self.status, state=state, detail=detail, activity=activity)
+    async def _set(self, state: State, detail: str, activity: str = "", stopped: bool = False) -> None:
+        self._idle_status = replace(self.status, state=state, detail=detail, activity=activity, stopped=stopped)
         self._loop = None
         await self._events.add(self._idle_status)
 

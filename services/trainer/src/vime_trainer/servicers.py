@@ -174,6 +174,7 @@ def _status(status: Status) -> pb.TrainerStatus:
         detail=status.detail,
         checkpoint_step=status.checkpoint_step,
         skipped_steps=status.skipped_steps,
+        stopped=status.stopped,
     )
 
 

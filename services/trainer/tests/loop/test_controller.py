@@ -55,7 +55,8 @@ async def watched(events: EventLog, after: int = 0) -> list[State]:
 async def test_a_stop_at_once_ends_in_a_final_state_and_ends_the_watches(trainer, events):
     await trainer.start()
     await asyncio.sleep(0.01)
-    assert (await trainer.stop(now=True)).state is State.FINISHED
+    status = await trainer.stop(now=True)
+    assert (status.state, status.stopped) == (State.FINISHED, True)
     assert (await watched(events))[-1] is State.FINISHED
     assert not trainer.was_started
 

@@ -144,8 +144,22 @@ async def test_the_end_of_the_data_ends_the_loop(build, make_ledger, ranks):
     await loop.run()
     assert ranks.trained == [1, 2]
     assert loop.status.state is State.FINISHED
+    assert (loop.status.stopped, loop.status.detail) == (False, "the data ended after step 2 of 4")
     assert [(step, final) for _, step, _, _, final in loop.test_ledger.completed] == [(1, False), (2, False), (2, True)]
     assert ranks.saved == [2]
+
+
+async def test_weights_that_were_not_due_are_published_when_the_data_ends(build, make_ledger, ranks):
+    loop = build(make_ledger(ends_after=2), publish=PublishConfig(interval=3))
+    await loop.run()
+    last = Version("run", 1, 2)
+    assert [(step, published, final) for _, step, _, published, final in loop.test_ledger.completed] == [
+        (1, None, False),
+        (2, None, False),
+        (2, last, True),
+    ]
+    assert loop.status.published == last
+    assert ranks.state["version_step"] == 2
 
 
 async def test_a_ledger_that_stays_full_after_a_checkpoint_ends_the_run_with_both_numbers(build, make_ledger, ranks):
@@ -178,7 +192,7 @@ async def test_a_stop_saves_what_was_trained_since_the_last_checkpoint(build, ma
     await loop.run()
     assert [step for _, step, *_ in ledger.completed] == [1, 2]
     assert ranks.saved == [2]
-    assert loop.status.state is State.FINISHED
+    assert (loop.status.state, loop.status.stopped) == (State.FINISHED, True)
 
 
 async def test_a_stop_waits_for_no_eval_round(build, make_ledger, ranks):

@@ -167,6 +167,8 @@ def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: C
         errors.out(f"stopped; continue with --resume ({run_dir})", highlight=False)
         return 128 + received[0]
     if state is not None and state.phase == "finished":
+        if state.reason:
+            _say(errors, state.reason)
         return 0
     if state is not None and state.phase == "failed":
         log = run_dir / "logs" / f"{state.failed_service}.log"

@@ -26,9 +26,9 @@ class LoopEnd:
     """How training ended."""
 
     phase: Phase
-    """`finished` if it reached its last step, `failed`, or `stopped` in between."""
+    """`finished` if nothing is left to train, `failed`, or `stopped` by somebody."""
     reason: str = ""
-    """Why it did not reach it."""
+    """Why it did not reach its last step."""
 
 
 async def watch_loop(plan: RunPlan, say: Callable[[str], None], clock: Clock) -> LoopEnd:
@@ -68,7 +68,6 @@ async def watch_loop(plan: RunPlan, say: Callable[[str], None], clock: Clock) ->
 
 
 def _end(status: pb.TrainerStatus) -> LoopEnd:
-    if status.train_step >= status.num_steps:
-        return LoopEnd("finished")
-    why = status.detail or "somebody stopped it, or its data ended"
-    return LoopEnd("stopped", f"training ended after step {status.train_step} of {status.num_steps}: {why}")
+    if status.stopped:
+        return LoopEnd("stopped", f"training was stopped after step {status.train_step} of {status.num_steps}")
+    return LoopEnd("finished", status.detail)

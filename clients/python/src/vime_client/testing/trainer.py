@@ -38,9 +38,14 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self.status.train_step = step
         self._say(pb.WatchResponse(step=pb.StepReport(train_step=step, metrics=named)))
 
-    def finish(self, state: pb.TrainerState.ValueType = pb.TRAINER_STATE_FINISHED, detail: str = "") -> None:
+    def finish(
+        self,
+        state: pb.TrainerState.ValueType = pb.TRAINER_STATE_FINISHED,
+        detail: str = "",
+        stopped: bool = False,
+    ) -> None:
         """The loop ended."""
-        self.status.state = state
+        self.status.state, self.status.stopped = state, stopped
         self.status.detail = detail
         self._say(pb.WatchResponse(status=self.status))
 

@@ -37,6 +37,8 @@ class Status:
     detail: str = ""
     checkpoint_step: int | None = None
     skipped_steps: int = 0
+    stopped: bool = False
+    """Finished because somebody said so, before the last step."""
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,14 @@ class TrainingLoop:
                 break
             with _tracer.start_as_current_span("trainer.step", attributes={"vime.train_step": step}):
                 finished = await self._step(step, version)
-            if finished is None:  # the data ended before the steps did
+            if finished is None:
+                version = await self._end_of_data(version)
                 break
             version = finished
         await self._report_evals(version, final=True)
         await self._save_before_the_end(version)
-        await self._say(state=State.FINISHED, activity="")
+        stopped = self._stop.is_set() and self._status.train_step < self._settings.steps
+        await self._say(state=State.FINISHED, activity="", stopped=stopped)
 
     # ------------------------------------------------------------------ incarnations
 
@@ -172,7 +174,6 @@ class TrainingLoop:
         batch: Batch = await clock.measure("wait", self._lease(step, policy))
         if batch.ended:
             logger.info("no batch for step %d: %s", step, batch.blocked_by)
-            await self._end_of_data(policy)
             return None
         await self._say(activity=f"training step {step}")
         trained: Trained = await clock.measure("train", self._train(step, batch, policy))
@@ -192,13 +193,24 @@ class TrainingLoop:
         self._open_evals(completed.opened_evals, done.step)
         return completed
 
-    async def _end_of_data(self, policy: Version) -> None:
-        """The data ended before the steps did: the last completed step turns out to have been the final one."""
+    async def _end_of_data(self, policy: Version) -> Version:
+        """The data ended before the steps did: the last completed step turns out to have been the final one, and its
+        weights are published if they were not due; the policy version afterwards."""
         done = self._last_completion
-        if done is None or self._stop.is_set():
-            return
+        if self._stop.is_set():
+            return policy
+        await self._say(detail=f"the data ended after step {self._status.train_step} of {self._settings.steps}")
+        if done is None:
+            return policy
+        if done.trained and policy.step < done.step:
+            policy = replace(policy, step=done.step)
+            await self._say(activity=f"publishing {policy}")
+            await self._publisher.publish(policy)
+            await self._say(published=policy)
+            self._last_completion = done = replace(done, published=policy)
         await self._complete(policy, done, final=True)
         await self._save(done.step, policy, final=True)
+        return policy
 
     async def _lease(self, step: int, policy: Version) -> Batch:
         """Ask for the batch until it comes; between two calls, look after engines that lag behind."""
