@@ -6,7 +6,7 @@ import pytest
 
 from vime_buffer import incarnation, leases, views
 from vime_buffer.testing import RUN_ID
-from vime_buffer.values import Blocked, Outcome, State, Version
+from vime_buffer.values import Blocked, Failure, Outcome, State, Version
 from vime_service.errors import (
     FailedPrecondition,
     FleetOwned,
@@ -273,8 +273,6 @@ def test_a_damaged_group_of_a_batch_is_made_again_in_its_place(make_desk):
 
 
 def test_a_place_that_stays_empty_shortens_its_batch_and_an_empty_batch_is_chosen_anew(make_desk):
-    from vime_buffer.values import Failure
-
     desk = make_desk(40, max_attempts=1)
     batches = trained_to(desk, 2)
     for group_id in batches[2]:
@@ -485,3 +483,20 @@ def test_a_batch_that_was_never_made_again_is_still_the_batch_of_its_step(make_d
     desk.begin(0, regenerate=True)
     for step in (1, 2):
         assert desk.train(step) == batches[step]
+
+
+def test_the_step_of_a_batch_that_is_lost_as_a_whole_goes_to_the_next_one(make_desk):
+    """The batches that follow hold every slot: prompts for a batch chosen anew would wait for them, and they for it."""
+    desk = make_desk(40, max_attempts=1, groups_per_step=2, max_staleness=1)
+    batches = trained_to(desk, 3)
+    for group_id in batches[1]:
+        damage(desk, group_id)
+    desk.begin(0)
+    for lease in desk.lease().leases:
+        desk.call(lambda ledger, lost=lease: leases.fail_prompt(ledger, lost.lease_id, Failure.GENERATION, ""))
+    assert desk.counts().free_slots == 0
+    for step in (1, 2):
+        assert names(desk.batch(step)) == batches[step + 1]
+        desk.complete(step)
+    generate(desk)
+    assert names(desk.batch(3))

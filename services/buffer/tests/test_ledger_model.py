@@ -214,8 +214,11 @@ class LedgerMachine(RuleBasedStateMachine):
         earlier = {group_id for s, batch in self.batches.items() if s < step for group_id in batch}
         assert not set(ids) & earlier, "nothing is trained twice"
         # Places that were made again may have stayed empty: their prompts were dropped or given up this time.
-        recorded = [group_id for group_id in self.batches.get(step, []) if group_id not in self.left]
+        recorded = {s: [g for g in batch if g not in self.left] for s, batch in self.batches.items() if s >= step}
+        served = min((s for s, batch in recorded.items() if batch), default=step)  # of an empty one, the next
+        recorded = recorded.get(served, [])
         if answer.replayed:
+            self.batches[served] = []
             assert ids == recorded, "a replayed batch is the batch"
         else:
             assert not recorded, "a batch in the ledger is never chosen anew"
@@ -243,10 +246,12 @@ class LedgerMachine(RuleBasedStateMachine):
             answer = self.desk.batch(step)
             assert [group.group_id for group in answer.groups] == self.batches[step]
 
-    @rule(wanted=st.integers(1, 8))
-    def work(self, wanted):
+    @rule(wanted=st.integers(1, 8), slow=st.booleans())
+    def work(self, wanted, slow):
         """What workers and trainer do when nothing goes wrong; without it few runs get far enough to lose much."""
-        for lease in self.desk.lease(wanted).leases:
+        leases = self.desk.lease(wanted).leases
+        self.held += leases[: int(slow)]  # one takes longer than all others
+        for lease in leases[int(slow) :]:
             self.desk.insert(lease)
         self.try_batch()
         if self.leased > self.completed:

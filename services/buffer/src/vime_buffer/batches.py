@@ -91,6 +91,8 @@ def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_as
     have grown older than `max_staleness`. Such a group is made again in its place.
     """
     rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+    if not rows and _take_the_next(ledger, table, step):
+        rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
     old = [row for row in rows if row["state"] == State.STORED and _too_old(ledger, table, step, row)]
     if old and run.completed_step < step - 1:  # a step on the way may be skipped again, as it was then
         return BatchAnswer(blocked=Blocked.ADMISSION, counts=occupancy_counts(ledger, run, table))
@@ -104,6 +106,20 @@ def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_as
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
     ledger.db.run("UPDATE run SET leased_step = ?", step)
     return BatchAnswer(_groups_of(ledger, step), replayed=True)
+
+
+def _take_the_next(ledger: Ledger, table: Table, step: int) -> bool:
+    """Nothing is left of a batch: the table's next recorded one takes its step, if there is one.
+
+    New prompts in its place would be trained out of order, and have no slot while the batches that follow hold all.
+    """
+    following = ledger.db.value(
+        "SELECT min(train_step) FROM groups WHERE table_id = ? AND train_step > ?", table.id, step
+    )
+    if following is None:
+        return False
+    ledger.db.run("UPDATE groups SET train_step = ? WHERE table_id = ? AND train_step = ?", step, table.id, following)
+    return True
 
 
 def _too_old(ledger: Ledger, table: Table, step: int, row: sqlite3.Row) -> bool:
