@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from vime_client.channel import ChannelSettings, open_channel
-from vime_service import Deadline, ManualClock, ServerConfig, remaining, serving
+from vime_service import Deadline, ManualClock, ServerConfig, patience, remaining, serving
 
 
 class _Context:
@@ -31,6 +31,10 @@ def test_a_deadline_runs_down_with_its_clock_and_stops_at_zero() -> None:
 def test_a_reserve_leaves_time_for_the_answer() -> None:
     assert remaining(_Context(1.0), reserve=0.25) == 0.75
     assert remaining(_Context(0.1), reserve=0.25) == 0.0
+
+
+def test_a_long_poll_leaves_a_fifth_of_the_time_for_its_answer_and_never_more_than_two_seconds() -> None:
+    assert [patience(_Context(left)) for left in (0.0, 1.0, 60.0)] == [0.0, 0.8, 58.0]
 
 
 def test_outside_the_chassis_a_call_without_a_deadline_is_refused() -> None:

@@ -11,10 +11,9 @@ from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime_buffer import convert
 from vime_buffer.buffer import Buffer
 from vime_buffer.values import BatchGroup, Outcome
-from vime_service.deadlines import remaining
+from vime_service.deadlines import patience
 from vime_service.errors import InvalidArgument
 
-_RESERVE_S = 0.2
 _DEFAULT_TABLE = "train"
 _MESSAGE_BYTES = 2 << 20
 """Size that messages of GetGroups stay below, unless one group alone is larger."""
@@ -51,7 +50,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             request.incarnation,
             request.train_step,
             request.table or _DEFAULT_TABLE,
-            remaining(context, reserve=_RESERVE_S),
+            patience(context),
         )
         return pb.LeaseBatchResponse(
             groups=[_summary(group) for group in answer.groups],

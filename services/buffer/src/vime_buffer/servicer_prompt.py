@@ -9,11 +9,8 @@ from vime.buffer.v1 import prompt_service_pb2_grpc
 from vime_buffer import convert
 from vime_buffer.buffer import Buffer
 from vime_buffer.values import Failure
-from vime_service.deadlines import remaining
+from vime_service.deadlines import patience
 from vime_service.errors import InvalidArgument
-
-_RESERVE_S = 0.2
-"""Time left to send an answer before the caller gives up."""
 
 
 class PromptServicer(prompt_service_pb2_grpc.PromptServiceServicer):
@@ -25,7 +22,7 @@ class PromptServicer(prompt_service_pb2_grpc.PromptServiceServicer):
     async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Any) -> pb.LeasePromptsResponse:
         if not request.worker_id:
             raise InvalidArgument("worker_id is empty", field="worker_id")
-        wait = min(convert.seconds_of(request.wait), remaining(context, reserve=_RESERVE_S))
+        wait = min(convert.seconds_of(request.wait), patience(context))
         answer = await self._buffer.lease_prompts(
             request.worker_id, request.max_prompts, list(request.tables), wait, request.request_id
         )

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vime_service.auth import Gate, Grant, StartupError, TlsServerConfig
     from vime_service.clock import Clock, ManualClock, MonotonicClock
     from vime_service.config import ConfigError, ConfigModel, load_config, to_toml
-    from vime_service.deadlines import Deadline, remaining
+    from vime_service.deadlines import Deadline, patience, remaining
     from vime_service.errors import VimeError
     from vime_service.logging import LogConfig, get_logger, setup_logging
     from vime_service.parent_watch import die_with_parent
@@ -23,7 +23,7 @@ _HOMES = {
     "auth": ("Gate", "Grant", "StartupError", "TlsServerConfig"),
     "clock": ("Clock", "ManualClock", "MonotonicClock"),
     "config": ("ConfigError", "ConfigModel", "load_config", "to_toml"),
-    "deadlines": ("Deadline", "remaining"),
+    "deadlines": ("Deadline", "patience", "remaining"),
     "errors": ("VimeError",),
     "logging": ("LogConfig", "get_logger", "setup_logging"),
     "parent_watch": ("die_with_parent",),
@@ -39,7 +39,7 @@ __all__ = [  # noqa: RUF022  by module
     "Gate", "Grant", "StartupError", "TlsServerConfig",
     "Clock", "ManualClock", "MonotonicClock",
     "ConfigError", "ConfigModel", "load_config", "to_toml",
-    "Deadline", "remaining",
+    "Deadline", "patience", "remaining",
     "VimeError",
     "LogConfig", "get_logger", "setup_logging",
     "die_with_parent",

@@ -46,8 +46,8 @@ class Deadline:
 def remaining(context: HasDeadline, *, reserve: float = 0.0) -> float:
     """Seconds this handler may still take, less `reserve` for sending the answer; never below 0.
 
-    A long poll waits `remaining(context, reserve=0.2)` and then answers empty; a hop further on gets
-    `timeout=remaining(context)`, so that no one works longer than the first caller waits.
+    A hop further on gets `timeout=remaining(context)`, so that no one works longer than the first caller waits. A long
+    poll waits for `patience`.
     """
     left = context.time_remaining()
     bound = _server_bound.get()
@@ -55,3 +55,11 @@ def remaining(context: HasDeadline, *, reserve: float = 0.0) -> float:
     if not limits:
         raise RuntimeError("this call has no deadline: its server does not run vime_service's interceptor")
     return max(0.0, min(limits) - reserve)
+
+
+def patience(context: HasDeadline) -> float:
+    """Seconds a long poll may wait before it answers empty: four fifths of what is left, all but 2 s at the most, so
+    that a busy machine still brings the answer back before the deadline.
+    """
+    left = remaining(context)
+    return left - min(left / 5, 2.0)
