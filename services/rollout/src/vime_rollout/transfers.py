@@ -27,6 +27,7 @@ from vime_service.bulk import (
 from vime_service.bulk import DigestMismatch as BulkDigestMismatch
 from vime_service.bulk.buckets import unpack, verify_one
 from vime_service.bulk.dtypes import dtype_name
+from vime_service.bulk.native_thread import start_native_thread
 from vime_service.errors import DigestMismatch, NotFound, TransferFailed, Unimplemented
 
 STOP_WAIT_S = 2.0
@@ -164,7 +165,7 @@ class Transfer:
         self._done = asyncio.wrap_future(self._outcome)
         self._done.add_done_callback(lambda done: on_end(done.exception()))
         deadline = Deadline.after(timeout_s)
-        threading.Thread(target=self._run, args=(deadline,), name="weight-transfer", daemon=True).start()
+        start_native_thread("weight-transfer", lambda: self._run(deadline))
 
     async def wait(self, seconds: float) -> TransferStats:
         """Wait until every tensor is staged with its digest checked.

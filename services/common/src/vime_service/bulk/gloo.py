@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vime_service.bulk.deadline import Deadline
 from vime_service.bulk.errors import TransportError
+from vime_service.bulk.native_thread import start_native_thread
 from vime_service.bulk.transport import check_membership
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class GlooTransport:
         if group is not None:
             holder = [group]
             del group
-            threading.Thread(target=holder.clear, name="gloo-group-drop", daemon=True).start()
+            start_native_thread("gloo-group-drop", holder.clear)
 
     def _failure(self, step: str, started: float, reason: str) -> TransportError:
         return TransportError(step, self._generation, self._rank, time.monotonic() - started, reason)
