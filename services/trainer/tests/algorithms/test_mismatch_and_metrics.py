@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from vime_trainer.algorithms import Metric, merge, pack, pad_rows, unpack, values
+from vime_trainer.algorithms.masking import Mask
+from vime_trainer.algorithms.metrics import Averages
 from vime_trainer.algorithms.mismatch import mismatch_by_class, mismatch_metrics
 
 F64 = torch.float64
@@ -73,3 +75,12 @@ def test_ragged_columns_are_padded_and_their_lengths_checked():
         pad_rows(logprobs_BT=[[-1.0], [-1.0]], loss_mask_BT=[[1], [1, 1]])
     with pytest.raises(ValueError, match="loss_mask_BT has 1 samples, logprobs_BT has 2"):
         pad_rows(logprobs_BT=[[-1.0], [-1.0]], loss_mask_BT=[[1]])
+
+
+@pytest.mark.parametrize("steps", [16, 2048, 32768])
+def test_a_mean_of_ratios_keeps_its_digits_beside_padding(steps):
+    """float32 sums of thousands of ones lose deviations of 5e-5."""
+    mask_BT = torch.arange(steps)[None] < 8
+    averages = Averages(Mask(mask_BT), over_tokens=True)
+    averages.add("ois", torch.where(mask_BT, 1 + 5e-5, 1.0).float(), masked=1.0)
+    assert averages.metrics()["ois"].value - 1 == pytest.approx(5e-5, rel=1e-2)

@@ -162,6 +162,22 @@ async def test_weights_that_were_not_due_are_published_when_the_data_ends(build,
     assert ranks.state["version_step"] == 2
 
 
+async def test_a_skipped_last_step_still_publishes_what_was_trained_before_it(build, make_ledger, ranks):
+    ranks.skip = {4}
+    loop = build(make_ledger(), publish=PublishConfig(interval=10))
+    await loop.run()
+    last = Version("run", 1, 3)
+    assert loop.test_ledger.completed[-1] == (1, 4, False, last, True)
+    assert loop.status.published == last
+    assert ranks.state["version_step"] == 3
+
+
+async def test_a_round_that_ran_before_the_last_publish_is_reported_again(build, make_ledger):
+    loop = build(make_ledger(ends_after=2, evals={2: ["eval/x"]}), publish=PublishConfig(interval=3))
+    await loop.run()
+    assert [r["table"] for r in records(loop) if r.get("eval_step") == 2] == ["eval/x", "eval/x", "eval/final"]
+
+
 async def test_a_ledger_that_stays_full_after_a_checkpoint_ends_the_run_with_both_numbers(build, make_ledger, ranks):
     ledger = make_ledger()
     ledger.always_full = True

@@ -85,14 +85,13 @@ class Averages:
         value shared by the sample's tokens. `per_sample`: a mean of per-sample means, whatever the loss does.
         """
         x_BT = x_BT.detach()
-        steps = x_BT.shape[-1]
-        if masked is None or steps == 1:
-            sum_B = self.mask.sum(x_BT)
-        else:
-            sum_B = x_BT.sum(-1)
-            if masked != 0:
-                sum_B = sum_B.double() - masked * (steps - self.tokens_B)
-        self._sums[name] = sum_B.double()
+        if masked is None or x_BT.shape[-1] == 1:
+            sum_B = self.mask.sum(x_BT).double()
+        elif masked == 0:
+            sum_B = x_BT.sum(-1).double()
+        else:  # small deviations are summed as such: beside thousands of ones float32 would not see them
+            sum_B = (x_BT - masked).sum(-1).double() + masked * self.tokens_B
+        self._sums[name] = sum_B
         self._scale[name] = scale
         if per_sample:
             self._per_sample.add(name)

@@ -101,6 +101,7 @@ class TrainingLoop:
         self._pending_evals: list[tuple[str, int]] = []
         self._opened_evals: set[tuple[str, int]] = set()
         self._published_step = 0
+        self._trained_step = 0
         self._saved_step = 0
         self._last_completion: _Completion | None = None
 
@@ -160,7 +161,7 @@ class TrainingLoop:
         published = await self._publisher.publish(version)
         self._files.incarnation(version, resume.step, opened.rewound_groups, _publish_metrics(published))
         self._open_evals(await self._ledger.announce(version), resume.step)
-        self._published_step = self._saved_step = resume.step
+        self._published_step = self._saved_step = self._trained_step = resume.step
         kept = loaded.state
         self._last_completion = _Completion(resume.step, kept["trained"], None) if "trained" in kept else None
         await self._say(state=State.RUNNING, published=version, skipped_steps=int(kept.get("skipped_steps", 0)))
@@ -202,12 +203,14 @@ class TrainingLoop:
         await self._say(detail=f"the data ended after step {self._status.train_step} of {self._settings.steps}")
         if done is None:
             return policy
-        if done.trained and policy.step < done.step:
-            policy = replace(policy, step=done.step)
+        if policy.step < self._trained_step:
+            policy = replace(policy, step=self._trained_step)
             await self._say(activity=f"publishing {policy}")
             await self._publisher.publish(policy)
             await self._say(published=policy)
             self._last_completion = done = replace(done, published=policy)
+            # rounds of this step ran on the version before, and are opened once more
+            self._opened_evals = {(table, step) for table, step in self._opened_evals if step != done.step}
         await self._complete(policy, done, final=True)
         await self._save(done.step, policy, final=True)
         return policy
@@ -259,16 +262,19 @@ class TrainingLoop:
                     f"{limit} steps in a row had no finite loss and gradient or no trainable token; "
                     f"the last was step {step} (grad norm {trained.metrics.get('train/grad_norm')})"
                 )
-            return policy, None
-        self._skipped_in_a_row = 0
-        version = replace(policy, step=step)
+        else:
+            self._skipped_in_a_row = 0
+            self._trained_step = step
+        version = replace(policy, step=self._trained_step)
         # Counted from the last publish, not by multiples: one that was due at a skipped step is due at the next.
-        if step - self._published_step < self._settings.publish.interval and step != self._settings.steps:
+        due = step - self._published_step >= self._settings.publish.interval and not trained.skipped
+        final = step == self._settings.steps and policy.step < self._trained_step
+        if not (due or final):
             return policy, None
         await self._say(activity=f"publishing {version}")
         published: Published = await clock.measure("publish", self._publisher.publish(version))
         await self._say(published=version)
-        self._published_step = step
+        self._published_step = version.step
         return version, published
 
     async def _save(self, step: int, version: Version, final: bool) -> None:
