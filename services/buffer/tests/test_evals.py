@@ -9,7 +9,7 @@ import pytest
 from vime_buffer import evals, leases
 from vime_buffer.evals import pass_at_k
 from vime_buffer.testing import RUN_ID
-from vime_buffer.values import Blocked, Failure, Version
+from vime_buffer.values import Blocked, Failure, Outcome, Version
 from vime_service.errors import InvalidArgument, LeaseLost, NotFound
 
 EVAL = "eval/heldout"
@@ -73,6 +73,54 @@ def test_a_trainer_that_learns_at_the_end_of_the_data_may_close_the_step_before(
     assert desk.batch(2).blocked is Blocked.EVAL
     finish_round(desk)
     assert desk.batch(2).blocked is Blocked.CLOSED
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_the_final_round_runs_on_what_was_published_for_it(make_desk, done):
+    """Publishing was not due when the step's own round opened, and the data turned out to end there."""
+    desk = make_desk(4, eval_prompts=3, evals={"eval_interval": 2}, max_staleness=2, publish_interval=3)
+    desk.begin()
+    finish_round(desk)
+    train(desk, 1, publish=False)
+    assert train(desk, 2, publish=False).opened_evals == (EVAL,)
+    first, second, third = take(desk, EVAL)
+    desk.insert(first)
+    desk.call(lambda ledger: leases.fail_prompt(ledger, second.lease_id, Failure.GENERATION, ""))
+    if done:
+        desk.insert(third)
+        finish_round(desk)
+    assert result(desk, 2).version == Version(RUN_ID, 1, 0)
+    for _ in range(2):  # asked again, it stays
+        assert desk.complete(2, final=True).opened_evals == (EVAL,)
+        assert result(desk, 2).version == Version(RUN_ID, 1, 2)
+    again = take(desk, EVAL)
+    assert [lease.fence for lease in again] == [Version(RUN_ID, 1, 2)] * 3
+    if not done:
+        with pytest.raises(LeaseLost):
+            desk.insert(third)
+    for lease in again:
+        desk.insert(lease)
+    assert desk.complete(2, final=True).opened_evals == (EVAL,)
+    assert (result(desk, 2).done, result(desk, 2).inserted, take(desk, EVAL)) == (True, 3, ())
+    assert desk.counts(EVAL).evicted == {"STALE": 3 if done else 1}
+
+
+def test_after_a_skipped_last_step_the_final_round_runs_on_the_last_trained_one(make_desk):
+    desk = make_desk(4, eval_prompts=1, evals={"eval_interval": 2}, max_staleness=2, publish_interval=3)
+    desk.begin()
+    finish_round(desk)
+    train(desk, 1, publish=False)
+    train(desk, 2, outcome=Outcome.SKIPPED)
+    finish_round(desk)
+    skipped = {"outcome": Outcome.SKIPPED, "final": True}
+    for wrong in (0, 2):
+        with pytest.raises(InvalidArgument, match=r"cannot publish version .*, only \{1, 1\}"):
+            desk.complete(2, published_step=wrong, **skipped)
+    for _ in range(2):
+        desk.complete(2, published_step=1, **skipped)
+    assert result(desk, 2).version == Version(RUN_ID, 1, 1)
+    finish_round(desk)
+    assert result(desk, 2).done
 
 
 def test_eval_prompts_come_first_with_exactly_the_round_s_version(desk):

@@ -260,7 +260,8 @@ def complete_step(
     """Ack the batch of `step`, set the policy version, free the slots, open eval rounds: one transaction.
 
     Asked again, it answers the same; `final` may be added then, for a trainer that learns at END_OF_DATA that the step
-    before was the last, and with it the version published since, if none was due before.
+    before was the last, and with it the version published since, if none was due before. After a skipped step that is
+    the version of the last step that was trained.
 
     Raises:
         StaleIncarnation, WrongStep, InvalidArgument: as their messages say.
@@ -275,7 +276,7 @@ def complete_step(
         _wrong_step(ledger, step, run, batch)
     if 0 < step <= run.completed_step:
         return _completed_again(ledger, run, batch, step, outcome, published, final)
-    _check_published(run, step, outcome, published)
+    _check_published(ledger, run, step, outcome, published, final)
     if batch is None or batch["state"] != "leased" or step != run.completed_step + 1:
         raise WrongStep(
             f"step {step} cannot be completed: the last one completed is {run.completed_step}, "
@@ -308,9 +309,10 @@ def _completed_again(
             wanted=outcome.name,
         )
     if batch is not None and batch["published"] is not None and step > run.resume_step:
-        before = Version(run.run_id, batch["published"], step) if batch["published"] else None
+        trained = _trained_step(ledger, run, step, outcome)
+        before = Version(run.run_id, batch["published"], trained) if batch["published"] else None
         if before is None and final and step == run.completed_step:
-            _check_published(run, step, outcome, published)
+            _check_published(ledger, run, step, outcome, published, final)
             _set_published(ledger, step, published)
         elif before != published:
             raise FailedPrecondition(
@@ -319,7 +321,7 @@ def _completed_again(
                 wanted=published or "unset",
             )
     else:  # an earlier incarnation completed it
-        _check_published(run, step, outcome, published)
+        _check_published(ledger, run, step, outcome, published, final)
     if final and step == run.completed_step:
         _after_step(ledger, step, final)
         ledger.workers_may_go_on = True
@@ -344,20 +346,31 @@ def _after_step(ledger: Ledger, step: int, final: bool) -> tuple[str, ...]:
     return open_due_rounds(ledger, step, policy, final=final)
 
 
-def _check_published(run: RunState, step: int, outcome: Outcome, published: Version | None) -> None:
+def _trained_step(ledger: Ledger, run: RunState, step: int, outcome: Outcome) -> int:
+    """The step whose weights the trainer holds after `step`."""
+    if outcome is Outcome.TRAINED:
+        return step
+    sql = "SELECT coalesce(max(step), 0) FROM batches WHERE state = 'completed' AND outcome = 1 AND step <= ?"
+    return max(run.resume_step, int(ledger.db.value(sql, step)))
+
+
+def _check_published(
+    ledger: Ledger, run: RunState, step: int, outcome: Outcome, published: Version | None, final: bool
+) -> None:
     if published is None:
         return
-    if outcome is Outcome.SKIPPED:
+    if outcome is Outcome.SKIPPED and not final:
         raise InvalidArgument(
             f"step {step} was skipped, so it changed nothing that could be published as {published}",
             field="published_version",
             actual=published,
         )
-    if (published.incarnation, published.step) != (run.incarnation, step):
+    expected = Version(run.run_id, run.incarnation, _trained_step(ledger, run, step, outcome))
+    if published != expected:
         raise InvalidArgument(
-            f"step {step} of incarnation {run.incarnation} cannot publish version {published}",
+            f"step {step} of incarnation {run.incarnation} cannot publish version {published}, only {expected}",
             field="published_version",
-            expected=Version(run.run_id, run.incarnation, step),
+            expected=expected,
             actual=published,
         )
 

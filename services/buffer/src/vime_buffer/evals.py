@@ -12,7 +12,7 @@ from math import comb
 
 from vime_buffer.ledger import NO_LEASE, Ledger, Table
 from vime_buffer.schema import Database
-from vime_buffer.values import EVICT_LOST_LINEAGE, RoundResult, State, Version, prompt_id
+from vime_buffer.values import EVICT_LOST_LINEAGE, EVICT_STALE, RoundResult, State, Version, prompt_id
 from vime_service.errors import NotFound
 
 
@@ -22,12 +22,19 @@ def is_due(interval: int, step: int, *, final: bool) -> bool:
 
 
 def open_due_rounds(ledger: Ledger, step: int, version: Version, *, final: bool = False) -> tuple[str, ...]:
-    """Open the rounds that `step` reaches and that are not there yet; names of the tables."""
+    """Open the rounds that `step` reaches and that are not there yet; names of the tables.
+
+    The final round is of the weights that training ends with: one that ran on an older version starts over.
+    """
     opened = []
     for table in ledger.tables.values():
         if not table.settings.is_eval or not is_due(table.settings.eval_interval, step, final=final):
             continue
-        if ledger.db.one("SELECT 1 FROM rounds WHERE table_id = ? AND step = ?", table.id, step) is None:
+        found = ledger.db.one("SELECT version_step FROM rounds WHERE table_id = ? AND step = ?", table.id, step)
+        if found is not None and final and found["version_step"] < version.step:
+            _remove_round(ledger, table, step, EVICT_STALE)
+            found = None
+        if found is None:
             _open_round(ledger, table, step, version)
             opened.append(table.name)
     return tuple(opened)
@@ -58,7 +65,7 @@ def _open_round(ledger: Ledger, table: Table, step: int, version: Version) -> No
         )
         for index in range(source.records)
     ]
-    # A round that a rewind took back left its rows behind; their attempts go on counting, so that late results of the
+    # A round that was taken back left its rows behind; their attempts go on counting, so that late results of the
     # lost round can never pass for results of this one.
     ledger.db.many(
         "INSERT INTO groups (table_id, group_id, admission, epoch, source_index, eval_step, state) "
@@ -115,10 +122,9 @@ def rewind_rounds(ledger: Ledger, resume_step: int) -> int:
     for row in ledger.db.all("SELECT table_id, step, done_at FROM rounds ORDER BY step"):
         table, step = ledger.table_by_id(row["table_id"]), row["step"]
         if step > resume_step:
-            _take_back(ledger, table, step, State.WITHDRAWN)
-            ledger.db.run("DELETE FROM rounds WHERE table_id = ? AND step = ?", table.id, step)
+            _remove_round(ledger, table, step, EVICT_LOST_LINEAGE)
         elif row["done_at"] is None and step == resume_step:
-            requeued += _take_back(ledger, table, step, State.QUEUED)
+            requeued += _take_back(ledger, table, step, State.QUEUED, EVICT_LOST_LINEAGE)
             ledger.db.run(
                 "UPDATE rounds SET incarnation = NULL, version_step = NULL WHERE table_id = ? AND step = ?",
                 table.id,
@@ -129,13 +135,19 @@ def rewind_rounds(ledger: Ledger, resume_step: int) -> int:
     return requeued
 
 
-def _take_back(ledger: Ledger, table: Table, step: int, to: State) -> int:
-    """Every prompt of the round goes to state `to`; inserted groups are evicted, counted."""
+def _remove_round(ledger: Ledger, table: Table, step: int, reason: str) -> None:
+    """The round never was; it may open again."""
+    _take_back(ledger, table, step, State.WITHDRAWN, reason)
+    ledger.db.run("DELETE FROM rounds WHERE table_id = ? AND step = ?", table.id, step)
+
+
+def _take_back(ledger: Ledger, table: Table, step: int, to: State, reason: str) -> int:
+    """Every prompt of the round goes to state `to`; inserted groups are evicted, counted under `reason`."""
     for row in ledger.db.all("SELECT * FROM groups WHERE table_id = ? AND eval_step = ?", table.id, step):
         if row["state"] == State.OPEN:
             ledger.requeue(row)
         elif row["state"] in (State.STORED, State.CONSUMED, State.RETIRED):
-            ledger.evict(row, EVICT_LOST_LINEAGE)
+            ledger.evict(row, reason)
     return ledger.db.run(
         "UPDATE groups SET attempt = attempt + (state = ?), state = ?, failures = 0, reason = '' "
         "WHERE table_id = ? AND eval_step = ?",

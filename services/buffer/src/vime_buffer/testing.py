@@ -179,12 +179,14 @@ class Desk:
         outcome: Outcome = Outcome.TRAINED,
         *,
         publish: bool = True,
+        published_step: int | None = None,
         final: bool = False,
         table_name: str = "train",
     ) -> Completed:
-        """CompleteStep."""
+        """CompleteStep; it brings the step's own version, that of `published_step`, or none."""
         own = self.incarnation
-        published = Version(RUN_ID, own, step) if publish and outcome is Outcome.TRAINED else None
+        brought = step if published_step is None and publish and outcome is Outcome.TRAINED else published_step
+        published = None if brought is None else Version(RUN_ID, own, brought)
         return self.call(
             lambda ledger: batches.complete_step(ledger, own, step, table_name, outcome, published, final=final)
         )
