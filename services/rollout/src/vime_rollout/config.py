@@ -58,6 +58,8 @@ class VllmConfig(ConfigModel):
     frozen_after_seconds: float = Field(default=60.0, gt=0)
     """How long the engine core may answer nothing before it counts as dead and the service ends. It answers between two
     steps: give it more than the longest prefill of `max_num_batched_tokens` takes."""
+    abandoned_after_seconds: float = Field(default=600.0, gt=0)
+    """How long a load, a sleep or a wake whose caller gave up may go on before the engine core must answer again."""
 
 
 class FakeConfig(ConfigModel):

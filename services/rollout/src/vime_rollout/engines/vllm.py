@@ -82,7 +82,9 @@ class VllmEngine:
         self._active: dict[str, Any] = {}
         """vLLM's state of every request whose end was not read; None until vLLM has taken it."""
         self._load = EngineLoad()
-        self._watch = CoreWatch(lambda: self._llm.is_sleeping(), config.frozen_after_seconds)
+        self._watch = CoreWatch(
+            lambda: self._llm.is_sleeping(), config.frozen_after_seconds, config.abandoned_after_seconds
+        )
 
     # ---------------------------------------------------------------- life
 
@@ -291,14 +293,12 @@ class VllmEngine:
         if not self._config.enable_sleep_mode:
             raise EngineError("vllm.enable_sleep_mode is off: device memory cannot be given away")
         before = sum(await self._rpc("vime_free_bytes"))
-        with self._watch.busy():
-            await self._answer("sleep", self._llm.sleep(level=1, mode="abort"))
+        await self._answer("sleep", self._watch.working(self._llm.sleep(level=1, mode="abort")))
         return max(0, int(sum(await self._rpc("vime_free_bytes")) - before))
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        with self._watch.busy():
-            await self._answer("wake_up", self._llm.wake_up())
+        await self._answer("wake_up", self._watch.working(self._llm.wake_up()))
 
     # ---------------------------------------------------------------- weights
 
@@ -362,8 +362,8 @@ class VllmEngine:
         return combine([LoadRecord(**record) for record in await self._rpc("vime_try", list(schema))])
 
     async def _rpc(self, method: str, *args: Any, at_once: bool = True) -> list[Any]:
-        with self._watch.busy():
-            return list(await self._answer(method, self._llm.collective_rpc(method, args=args), at_once=at_once))
+        answers = self._watch.working(self._llm.collective_rpc(method, args=args))
+        return list(await self._answer(method, answers, at_once=at_once))
 
     async def _answer(self, what: str, answer: Awaitable[T], *, at_once: bool = True) -> T:
         return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
