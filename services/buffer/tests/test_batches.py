@@ -369,6 +369,41 @@ def test_all_bytes_together_ask_for_a_checkpoint_and_say_that_they_hold_training
     assert len(desk.batch(3).groups) == 2
 
 
+def test_a_group_that_never_fits_costs_its_prompt_and_not_the_run(make_desk):
+    """No checkpoint would make room for it: the trainer is not sent to make one."""
+    desk = make_desk(10, max_attempts=2, retained_bytes=1000, options={"max_bytes": 5000})
+    desk.begin()
+    large, *_ = desk.lease(1).leases
+    for last in (False, True):
+        with pytest.raises(ResourceExhausted):
+            desk.insert(large, payload=b"x" * 6000)
+        assert desk.batch(1).blocked is Blocked.GENERATING
+        assert desk.call(lambda ledger: leases.fail_prompt(ledger, large.lease_id, Failure.GENERATION, "")) is last  # noqa: B023
+        for lease in desk.lease(1).leases:
+            large = lease
+    assert desk.counts().given_up == {"GENERATION": 1}
+    for lease in (large, *desk.lease().leases):
+        desk.insert(lease)
+    assert names(desk.batch(1)) == ["0:1", "0:2"]
+
+
+def test_groups_that_wait_ask_for_no_checkpoint(make_desk):
+    """What no checkpoint frees may take most of the budget for as long as the run lasts."""
+    options = {"max_bytes": 25000, "segment_bytes": 4096}
+    desk = make_desk(60, groups_per_step=1, max_staleness=19, retained_bytes=20000, options=options)
+    desk.begin()
+    wanted = []
+    for step in range(1, 21):
+        for lease in desk.lease().leases:
+            desk.insert(lease, payload=b"x" * 1000)  # twenty are under way
+        desk.batch(step)
+        assert desk.ledger.segments.total_bytes > 20000
+        wanted.append(desk.complete(step).checkpoint_wanted)
+        if wanted[-1]:
+            desk.checkpoint(step)
+    assert 3 <= sum(wanted) <= 8
+
+
 def test_the_final_completion_may_bring_the_version_that_was_not_due_before(make_desk):
     desk = make_desk(2, max_staleness=1, publish_interval=2)
     desk.begin()

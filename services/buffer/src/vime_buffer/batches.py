@@ -18,7 +18,7 @@ from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
 _WANTED_FROM = 0.8
-"""Share of retained_bytes or max_bytes from which CompleteStep asks for a checkpoint: one more batch should fit."""
+"""Share of the room for consumed groups from which CompleteStep asks for a checkpoint: one more batch should fit."""
 
 
 def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *, workers_ask: bool) -> BatchAnswer:
@@ -205,11 +205,12 @@ def _check_drops(ledger: Ledger, table: Table) -> None:
 
 def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> BatchAnswer:
     counts = occupancy_counts(ledger, run, table)
-    if counts["open"] and _no_group_fits(ledger, table):
+    consumed = _consumed_bytes(ledger)
+    if counts["open"] and consumed and _no_group_fits(ledger, table):  # a checkpoint would make room
         full = {
             "total_bytes": ledger.segments.total_bytes,
             "max_bytes": ledger.options.max_bytes,
-            "consumed_bytes": _consumed_bytes(ledger, table),
+            "consumed_bytes": consumed,
         }
         return BatchAnswer(blocked=Blocked.RETAINED_BYTES, counts=full)
     if counts["open"]:
@@ -375,17 +376,20 @@ def _check_published(
         )
 
 
-def _consumed_bytes(ledger: Ledger, table: Table) -> int:
-    sql = "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = ? AND state = ?"
-    return int(ledger.db.value(sql, table.id, State.CONSUMED))
+def _consumed_bytes(ledger: Ledger, table: Table | None = None) -> int:
+    """Bytes that a checkpoint may free, of one table or of all."""
+    sql = "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = coalesce(?, table_id) AND state = ?"
+    return int(ledger.db.value(sql, None if table is None else table.id, State.CONSUMED))
 
 
 def _checkpoint_wanted(ledger: Ledger, table_id: int) -> bool:
     table = ledger.table_by_id(table_id)
-    return (
-        _consumed_bytes(ledger, table) >= _WANTED_FROM * table.settings.retained_bytes
-        or ledger.segments.total_bytes >= _WANTED_FROM * ledger.options.max_bytes
-    )
+    if _consumed_bytes(ledger, table) >= _WANTED_FROM * table.settings.retained_bytes:
+        return True
+    consumed = _consumed_bytes(ledger)
+    # What is not consumed stays whatever is checkpointed: it makes the room smaller and fills none of it.
+    room = ledger.options.max_bytes - (ledger.segments.total_bytes - consumed)
+    return consumed > 0 and consumed >= _WANTED_FROM * room
 
 
 def checkpoint_committed(ledger: Ledger, incarnation: int, step: int, oldest_kept_step: int) -> tuple[int, int]:
