@@ -179,6 +179,17 @@ def test_a_lease_loses_no_time_while_the_disk_refuses(make_desk, monkeypatch):
     assert desk.keep_alive([lease.lease_id]) == ([], 60)
 
 
+@pytest.mark.parametrize("beat", [1.5, 20])
+def test_a_slow_buffer_still_ends_leases(make_desk, beat):
+    desk = make_desk(lease_ttl=60)
+    desk.begin()
+    dead, alive = desk.lease().leases
+    for _ in range(61):  # each beat costs a lease the second that a buffer in time may need
+        desk.clock.advance(beat)
+        assert desk.keep_alive([alive.lease_id]) == ([], 60)
+    assert desk.keep_alive([dead.lease_id]) == ([dead.lease_id], 0)
+
+
 def test_a_ledger_of_the_schema_before_goes_on(make_desk, ledger_dir):
     desk = make_desk()
     desk.begin()

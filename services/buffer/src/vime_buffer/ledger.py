@@ -35,7 +35,8 @@ NO_LEASE = "lease_id = NULL, worker_id = NULL, request_id = NULL, fence_incarnat
 
 _DEAF_S = 1.0
 """The sweep has the writer look twice a second. If that did not happen for this long, the process or its disk stood
-still, and keep-alives that came in time waited."""
+still, and keep-alives that came in time waited. What is longer than this is pardoned, and no more: a buffer that is
+always late would otherwise end no lease at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,9 @@ class Ledger:
         from vime_buffer.leases import expire_due  # it builds on this module
 
         now = self.clock.now()
-        if now - self._answered_at > _DEAF_S:
-            self.lease_times.pardon(now - self._looked_at)
+        deaf_from = max(self._looked_at, self._answered_at + _DEAF_S)
+        if now > deaf_from:
+            self.lease_times.pardon(now - deaf_from)
         self._looked_at = now
         expire_due(self)
 
