@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -254,6 +256,49 @@ def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(
     assert drive(recipe, RunOptions(overrides, mode="fresh"), console, console) == 2
     assert [path.name for path in runs.iterdir()] == ["r"]
     assert read_run(runs / "r")["run_id"] == old.run_id
+
+
+@pytest.mark.parametrize("cause", [ConfigError(["no such option"]), KeyboardInterrupt()])
+def test_a_refused_start_leaves_a_strangers_files(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, cause: BaseException
+) -> None:
+    async def refused(*_: object) -> None:
+        raise cause
+
+    monkeypatch.setattr("vime_client.driver.run.preflight", refused)
+    folder = tmp_path / "runs" / "r"
+    (folder / "services").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "services" / "mine.toml").write_text("mine")
+    before = {path: path.read_text() for path in folder.rglob("*") if path.is_file()}
+    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    with contextlib.suppress(KeyboardInterrupt):
+        drive(recipe, RunOptions((f'run.dir="{folder.parent}"',)), console, console)
+    assert {path: path.read_text() for path in folder.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "services"]
+
+
+def test_a_folder_that_cannot_be_put_back_does_not_hide_why_the_run_was_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    open_folder(path, "new", tmp_path)
+    fresh = open_folder(path, "fresh", tmp_path)
+    shutil.rmtree(tmp_path / "r.1")  # somebody was faster
+    fresh.undo()
+
+
+def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_the_old_run_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r"
+    old = open_folder(path, "new", tmp_path)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vime_client.driver.folder._write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        open_folder(path, "fresh", tmp_path)
+    assert read_run(path)["run_id"] == old.run_id
 
 
 def service(tmp_path: Path, name: str, code: str) -> ServicePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -14,8 +15,10 @@ from typing import Any, Literal
 from vime_client.launcher.client import is_running
 from vime_client.launcher.ports import all_free, choose_ports
 from vime_client.launcher.state import read_state
+from vime_client.logs import get_logger
 
 Mode = Literal["new", "fresh", "resume"]
+_log = get_logger(__name__)
 
 
 class FolderRefused(Exception):
@@ -31,17 +34,27 @@ class RunFolder:
     run_id: str
     """Names the run in weight versions; stays the same when it is resumed."""
     made: bool
-    """True if this call made the folder."""
+    """True if there was no such folder."""
+    before: frozenset[Path] | None = None
+    """What lay in the places that a start writes to; None for a run that is resumed, of which all stays."""
     aside: Path | None = None
     """Where the run that had its place is now."""
 
     def undo(self) -> None:
-        """Nothing ran in it: whoever comes next finds what was there before."""
-        if not self.made:
+        """Nothing ran in it: whoever comes next finds what was there before. Never raises: its caller has a reason."""
+        if self.before is None:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        for place in _written(self.path) - self.before:
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    place.unlink()
         if self.aside is not None:
-            self.aside.rename(self.path)
+            try:
+                self.aside.rename(self.path)
+            except OSError as error:
+                _log.warning("the old run could not be put back", path=str(self.aside), error=str(error))
 
 
 def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
@@ -64,19 +77,22 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
             run["counted"] = state.started
             _write(path / "services" / "run.json", run)
         return RunFolder(path, str(run["run_id"]), made=False)
-    aside = None
-    if there and mode == "fresh":
-        aside = path.rename(_aside(path))
-    elif there:
+    if there and mode == "new":
         raise FolderRefused(
             f"{path} holds a run already; continue it with --resume, begin anew with --fresh "
             "(the old folder is kept beside it), or choose another name with --name"
         )
-    (path / "services").mkdir(parents=True, exist_ok=True)
+    aside = path.rename(_aside(path)) if there else None
     run_id = f"{path.name}-{secrets.token_hex(4)}"
+    folder = RunFolder(path, run_id, made=not path.exists(), before=_written(path), aside=aside)
     run = {"run_id": run_id, "created": time.time(), "seconds_before": 0.0, "base_dir": str(base_dir)}
-    _write(path / "services" / "run.json", run)
-    return RunFolder(path, run_id, made=True, aside=aside)
+    try:
+        (path / "services").mkdir(parents=True, exist_ok=True)
+        _write(path / "services" / "run.json", run)
+    except BaseException:
+        folder.undo()
+        raise
+    return folder
 
 
 def holds_run(path: Path) -> bool:
@@ -112,6 +128,12 @@ def ports_of(path: Path, names: list[str], fixed: Mapping[str, int]) -> dict[str
     ports = before if same and all_free(before.values()) else choose_ports(names, fixed)
     _write(file, ports)
     return ports
+
+
+def _written(path: Path) -> frozenset[Path]:
+    """What there is of the folder, and of what a start that is refused can have written into it."""
+    places = (path, path / "config.toml", path / "services", path / "logs", *path.glob("services/*"))
+    return frozenset(place for place in places if place.exists() or place.is_symlink())
 
 
 def _aside(path: Path) -> Path:

@@ -109,10 +109,10 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
         plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
         asyncio.run(preflight(plan, recipe_path))
+        (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
     except BaseException:  # whatever it was, such as Ctrl-C: the corrected recipe must find no run in its way
         folder.undo()
         raise
-    (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
 
 
 async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console) -> None:
