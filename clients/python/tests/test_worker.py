@@ -356,6 +356,27 @@ async def test_a_buffer_that_restarts_is_waited_for_and_the_group_still_arrives(
     assert buffer.groups[0].attempt == 0
 
 
+async def test_a_worker_asks_again_under_the_same_id_until_it_is_answered(tmp_path: Path) -> None:
+    """The answer that got lost may have granted leases; under another id they would lie idle until they end."""
+
+    asked: list[str] = []
+
+    class Forgetful(FakeBuffer):
+        async def LeasePrompts(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+            asked.append(request.request_id)
+            if len(asked) <= 2:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            return await super().LeasePrompts(request, context)
+
+    buffer = Forgetful([{"prompt": "x"}])
+    async with working(tmp_path, buffer, FakeEngine()):
+        await buffer.settled(1)
+        await wait_until(lambda: len(asked) >= 5)
+    first, second, third, *later = asked
+    assert first == second == third != ""
+    assert len({first, *later}) == 1 + len(later)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["inserted", "dropped"])
 async def test_a_group_whose_insert_was_never_answered_is_counted_as_what_became_of_it(
     tmp_path: Path, kept: bool

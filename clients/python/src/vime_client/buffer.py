@@ -53,15 +53,20 @@ class BufferClient:
         await self._channel.close()
 
     async def draw(
-        self, worker_id: str, max_prompts: int, wait_s: float, tables: Sequence[str] = ()
+        self, worker_id: str, max_prompts: int, wait_s: float, tables: Sequence[str] = (), request_id: str = ""
     ) -> pb.LeasePromptsResponse:
-        """Lease up to `max_prompts` prompts; waits up to `wait_s` seconds for admission, then says what blocks it."""
+        """Lease up to `max_prompts` prompts; waits up to `wait_s` seconds for admission, then says what blocks it.
+
+        Args:
+            request_id: name of the request. A call that was not answered, made again under the same name, gets the
+                leases that it was granted then. Unset: a new name, which only the channel's repeats share.
+        """
         request = pb.LeasePromptsRequest(
             worker_id=worker_id,
             max_prompts=max_prompts,
             wait=_duration(wait_s),
             tables=tables,
-            request_id=uuid.uuid4().hex,  # the channel repeats the call as it is: it then gets the same leases
+            request_id=request_id or new_request_id(),
         )
         with rpc_errors("buffer.LeasePrompts"):
             return await self._prompts.LeasePrompts(request, timeout=wait_s + CALL_SECONDS)
@@ -177,6 +182,11 @@ class LeasedPrompt:
                 _log.warning("a lease could not be kept alive", group_id=self.lease.group_id, cause=str(error))
                 continue
             self.lost = self.lease.lease_id in answer.lost_lease_ids
+
+
+def new_request_id() -> str:
+    """A name for a request that no other has."""
+    return uuid.uuid4().hex
 
 
 def drop_word(reason: str) -> str:

@@ -11,7 +11,7 @@ import grpc
 from opentelemetry import trace
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
-from vime_client.buffer import BufferClient, is_gone, was_inserted
+from vime_client.buffer import BufferClient, is_gone, new_request_id, was_inserted
 from vime_client.errors import RpcError
 from vime_client.generation import GenerationClient
 from vime_client.logs import get_logger
@@ -107,6 +107,7 @@ class Worker:
     async def _draw_and_work(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         heard = loop.time()
+        request_id = new_request_id()
         while True:
             free = self._settings.concurrency - len(self._leases)
             if free <= 0:
@@ -115,7 +116,9 @@ class Worker:
                 await asyncio.sleep(_LINGER_S)
                 continue
             try:
-                answer = await self._buffer.draw(self._settings.worker_id, free, self._settings.lease_wait_s)
+                answer = await self._buffer.draw(
+                    self._settings.worker_id, free, self._settings.lease_wait_s, request_id=request_id
+                )
             except RpcError as error:
                 if not _passes(error):
                     raise
@@ -125,6 +128,7 @@ class Worker:
                 await asyncio.sleep(max(_AWAY_WAIT_S, error.retry_after or 0.0))
                 continue
             heard = loop.time()
+            request_id = new_request_id()  # not before an answer: what a lost one granted is still ours
             for lease in answer.leases:
                 self._leases.hold(lease, group.create_task(self._work(lease)))
             if not answer.leases and answer.blocked_by in (pb.BLOCK_REASON_END_OF_DATA, pb.BLOCK_REASON_CLOSED):
