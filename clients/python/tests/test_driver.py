@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -24,11 +25,12 @@ from vime_client.driver.run import RunOptions
 from vime_client.driver.run import run as drive
 from vime_client.driver.status import print_status
 from vime_client.launcher.client import is_running, start_supervisor
-from vime_client.launcher.plan import RunPlan, ServicePlan
+from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan
 from vime_client.launcher.ports import choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.state import RunState, ServiceState, read_state, write_state
 from vime_client.recipe import load_recipe
+from vime_client.redaction import STARS
 from vime_client.report.build import build_report
 from vime_client.report.summary import run_seconds
 from vime_client.report.terminal import show
@@ -299,6 +301,40 @@ def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_the_old_run
     with pytest.raises(KeyboardInterrupt):
         open_folder(path, "fresh", tmp_path)
     assert read_run(path)["run_id"] == old.run_id
+
+
+def test_no_star_is_ever_a_value(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def accepted(*_: object) -> None: ...
+
+    async def ended(*_: object, **__: object) -> int:
+        return 0
+
+    monkeypatch.setattr("vime_client.driver.run.preflight", accepted)
+    monkeypatch.setattr("vime_client.driver.run._drive", ended)
+    errors = io.StringIO()
+    console = Console(file=errors)
+    with recipe.open("a") as file:
+        file.write('\n[launcher.env]\nHF_TOKEN = "HUGGING"\nPLAIN = "1"\n\n[rollout.vllm.args]\napi_key = ["KEY"]\n')
+    base = RunOptions((f'run.dir="{tmp_path / "runs"}"',))
+    assert drive(recipe, base, console, console) == 0
+    folder = tmp_path / "runs" / "r"
+    assert STARS in (folder / "config.toml").read_text()
+    for place in (folder, folder / "config.toml"):  # nothing in the environment: refused, lists of secrets too
+        options = RunOptions(base.overrides, mode="resume")
+        assert drive(place, options, console, console) == 2
+        assert "launcher.env.HF_TOKEN of this run is a secret" in " ".join(errors.getvalue().split())
+        assert "rollout.vllm.args.api_key" in errors.getvalue()
+        errors.truncate(0)
+    monkeypatch.setenv("HF_TOKEN", "in this shell only")
+    options = RunOptions((*base.overrides, 'rollout.vllm.args.api_key=["KEY"]'), mode="resume")
+    for place in (folder, folder / "config.toml"):
+        assert drive(place, options, console, console) == 0
+        env = load_plan(folder).env  # a launcher that is started from another shell goes by this
+        assert "HF_TOKEN" not in env
+        assert env["PLAIN"] == "1"
+        assert not [path for path in (folder / "services").iterdir() if STARS in path.read_text()]
+    monkeypatch.delenv("HF_TOKEN")
+    assert drive(folder, options, console, console) == 2  # it is still known that there was one
 
 
 def service(tmp_path: Path, name: str, code: str) -> ServicePlan:

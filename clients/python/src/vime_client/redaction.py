@@ -34,5 +34,8 @@ def starred_keys(settings: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(settings, Mapping):
         for name, value in settings.items():
             yield from starred_keys(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(settings, (list, tuple)):
+        if any(True for value in settings for _ in starred_keys(value, prefix)):
+            yield prefix
     elif settings == STARS:
         yield prefix

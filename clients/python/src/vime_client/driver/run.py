@@ -81,18 +81,20 @@ def load_run(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
     """The recipe, the folder its modules are found in, and the run folder. A run folder stands for its own recipe.
 
     Raises:
-        ConfigError: the recipe is wrong, or a run is to start from a folder whose config.toml lacks the secrets.
+        ConfigError: the recipe is wrong, or a run is to start from a config.toml, which lacks the secrets.
         FolderRefused: the folder holds no run.
     """
     if path.is_dir():
         if not (path / "config.toml").is_file():
             raise ConfigError([f"{path} is neither a recipe nor a run folder: it has no config.toml"])
         recipe = load_recipe(path / "config.toml", options.overrides)
-        if not options.join and (lacking := _lacking_secrets(recipe)):
-            say = "{} of this run is a secret, which config.toml does not keep: continue with vime run RECIPE --resume"
-            raise ConfigError([say.format(key) for key in lacking])
+    else:
+        recipe = load_recipe(path, options.overrides, options.name)
+    if not options.join and (lacking := _lacking_secrets(recipe)):  # a copy of a config.toml lacks them, too
+        say = "{} of this run is a secret, which config.toml does not keep: continue with vime run RECIPE --resume"
+        raise ConfigError([say.format(key) for key in lacking])
+    if path.is_dir():
         return recipe, Path(read_run(path).get("base_dir", path)), path.resolve()
-    recipe = load_recipe(path, options.overrides, options.name)
     return recipe, path.parent.absolute(), recipe.run_dir
 
 

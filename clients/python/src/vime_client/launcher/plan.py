@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from vime_client.addresses import join_address
 from vime_client.config_loading import ConfigModel
 from vime_client.recipe import EVAL_PREFIX, LauncherSection, Recipe
+from vime_client.redaction import STARS
 from vime_client.worker.config import worker_settings
 from vime_client.worker.demonstrations import SFT_TABLE
 
@@ -114,12 +115,13 @@ def write_plan(recipe: Recipe, base_dir: Path, run_dir: Path, run_id: str, ports
     plan = RunPlan(
         run_id=run_id,
         services=services,
-        env={**_ENV, **recipe.launcher.env},
+        # A resumed run's secrets are in the environment that it is resumed from, which goes before this one anyway.
+        env={**_ENV, **{name: value for name, value in recipe.launcher.env.items() if value != STARS}},
         buffer=address["buffer"],
         router=address["router"],
         trainer=address["trainer"],
         engines=recipe.launcher.engines,
-        limits=recipe.launcher,
+        limits=recipe.launcher.model_copy(update={"env": {}}),
     )
     save_plan(plan, run_dir)
     return plan
