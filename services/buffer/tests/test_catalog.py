@@ -56,6 +56,22 @@ def test_bytes_that_are_kept_must_leave_room_for_new_ones(make_desk, ledger_dir)
         Desk(ledger_dir / "second", max_bytes=3000)
 
 
+def test_tables_may_shrink_together(ledger_dir):
+    """Beside the old budget of the others none of them, nor a new one, would fit any more."""
+
+    def tables(retained, *names):
+        return [
+            table(write_prompts(ledger_dir / f"{name}.jsonl", 4), name=name, retained_bytes=retained) for name in names
+        ]
+
+    Desk(ledger_dir / "ledger", tables(4000, "train", "sft"), max_bytes=9000).close()
+    desk = Desk(ledger_dir / "ledger", tables(1000, "unscored", "train", "sft"), max_bytes=4000)
+    assert [table.settings.retained_bytes for table in desk.ledger.tables.values()] == [1000] * 3
+    desk.close()
+    with pytest.raises(ImpossibleConfig):
+        Desk(ledger_dir / "ledger", tables(1500, "unscored", "train", "sft"), max_bytes=4000)
+
+
 def test_another_seed_is_refused(make_desk):
     make_desk().close()
     with pytest.raises(FailedPrecondition, match="begun with seed 7, not 8"):

@@ -73,6 +73,16 @@ def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -
         InvalidArgument: another file has the source's name.
         ImpossibleConfig: its retained_bytes leave no room.
     """
+    if settings.name not in ledger.tables:
+        try:
+            _check_budget_with(ledger, [settings])
+        except VimeError:
+            source.close()
+            raise
+    return _make(ledger, settings, source)
+
+
+def _make(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> TableSettings:
     settings = settings.filled()
     found = ledger.tables.get(settings.name)
     try:
@@ -107,7 +117,13 @@ def _check_new(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> 
                 field="source.name",
                 value=settings.source.name,
             )
-    check_budget([*(table.settings for table in ledger.tables.values()), settings], ledger.options.max_bytes)
+
+
+def _check_budget_with(ledger: Ledger, changed: Iterable[TableSettings]) -> None:
+    """Of all tables as they will be: those that change together count together."""
+    known = {name: table.settings for name, table in ledger.tables.items()}
+    after = known | {settings.name: settings for settings in changed}
+    check_budget(after.values(), ledger.options.max_bytes)
 
 
 def _check_same(found: Table, settings: TableSettings, source: JsonlSource) -> None:
@@ -138,13 +154,14 @@ def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
         FailedPrecondition: a setting that the run depends on differs from the ledger's.
         ImpossibleConfig: the tables of the ledger keep more bytes than there may be.
     """
-    for settings in tables:
+    configured = list(tables)
+    _check_budget_with(ledger, configured)
+    for settings in configured:
         found = ledger.tables.get(settings.name)
         if found is None:
-            create_table(ledger, settings, open_source(settings, ledger.options.seed))
+            _make(ledger, settings, open_source(settings, ledger.options.seed))
         elif changed_fields(found.settings, settings):
-            update_table(ledger, settings)
-    check_budget((table.settings for table in ledger.tables.values()), ledger.options.max_bytes)
+            _change(ledger, found, settings)
 
 
 def update_table(ledger: Ledger, settings: TableSettings) -> None:
@@ -156,6 +173,11 @@ def update_table(ledger: Ledger, settings: TableSettings) -> None:
         ImpossibleConfig, InvalidArgument: the new settings cannot work.
     """
     table = ledger.table(settings.name)
+    _check_budget_with(ledger, [settings])
+    _change(ledger, table, settings)
+
+
+def _change(ledger: Ledger, table: Table, settings: TableSettings) -> None:
     settings = settings.filled()
     check_table(settings)
     if settings.source.path.resolve() != table.settings.source.path.resolve():
@@ -167,8 +189,6 @@ def update_table(ledger: Ledger, settings: TableSettings) -> None:
             field="source.path",
         )
     settings = settings.at(table.settings.source.path)
-    others = (other.settings for other in ledger.tables.values() if other is not table)
-    check_budget([*others, settings], ledger.options.max_bytes)
     fixed = [field for field in changed_fields(table.settings, settings) if field not in MUTABLE]
     if fixed:
         field = fixed[0]
