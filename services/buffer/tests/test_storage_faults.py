@@ -9,6 +9,7 @@ import pytest
 
 from vime_buffer import views
 from vime_buffer.schema import Database
+from vime_buffer.segments import Segments
 from vime_buffer.values import Blocked
 from vime_service.errors import DataLoss, FailedPrecondition, Internal, StorageFailed
 
@@ -145,6 +146,23 @@ def test_a_disk_that_refuses_reads_too_answers_every_call(make_desk, monkeypatch
     assert desk.counts().inserted == 0
     assert not desk.insert(first)
     assert not desk.insert(second)
+
+
+def test_a_disk_that_goes_on_failing_is_logged_once(make_desk, monkeypatch, caplog):
+    desk = make_desk()
+    desk.begin()
+
+    def refuse(self):
+        raise StorageFailed("cannot write to the disk")
+
+    for owner, name in ((Database, "commit"), (Segments, "roll_back")):
+        monkeypatch.setattr(owner, name, refuse)
+    for _ in range(5):
+        with pytest.raises(StorageFailed, match="cannot write to the disk"):
+            desk.writer.submit(lambda ledger: ledger.bump(1, "inserted")).result(10)
+    monkeypatch.undo()
+    assert desk.counts().inserted == 0
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
 def test_a_fault_in_the_writer_itself_answers_every_call(make_desk, monkeypatch):

@@ -210,7 +210,7 @@ class Writer(Generic[LedgerT]):
         self._undone = True
         try:
             self._restore()
-        except (sqlite3.Error, OSError) as error:  # the next batch tries again, and says so if it fails
+        except (sqlite3.Error, OSError, VimeError) as error:  # the next batch tries again, and says so if it fails
             _log.debug("what was undone cannot be read", cause=str(error))
 
     def _restore(self) -> None:
