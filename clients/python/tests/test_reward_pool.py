@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from vime_client.rewards.functions import FunctionError, FunctionSpec
 from vime_client.rewards.pool import PoolClosed, RewardPool
+from vime_client.rewards.process import RewardProcess
 
 REWARDS = """
 import asyncio, ctypes, os, time
@@ -267,6 +270,47 @@ async def test_a_closed_pool_refuses_and_wakes_who_waits(rewards: Path) -> None:
     await pool.close()
     done = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 5)
     assert isinstance(done[1], PoolClosed)
+
+
+async def _readers_that_are_left(start: Callable[[], Awaitable[object]]) -> list[object]:
+    """Sockets that the event loop still listens to and did not before."""
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    before = set(selector.get_map())
+    await start()
+    await asyncio.sleep(0.05)
+    return [fd for fd in selector.get_map() if fd not in before]
+
+
+@pytest.mark.parametrize("end", [OSError("no more processes"), None])
+async def test_a_refused_child_leaves_no_reader_behind(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch, end: OSError | None
+) -> None:
+    asked = asyncio.Event()
+
+    async def refuse(*_: object, **__: object) -> None:
+        asked.set()
+        if end is not None:
+            raise end
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+
+    async def start() -> None:
+        child = asyncio.create_task(RewardProcess.start(rewards))
+        await asked.wait()
+        if end is None:
+            child.cancel()
+        with pytest.raises((OSError, asyncio.CancelledError)):
+            await child
+
+    assert await _readers_that_are_left(start) == []
+    # A socket that gets the number of the one before is heard.
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    theirs.send(b"x")
+    assert await asyncio.wait_for(reader.readexactly(1), 5) == b"x"
+    writer.close()
+    theirs.close()
 
 
 async def test_children_die_with_a_killed_parent(rewards: Path) -> None:

@@ -59,9 +59,13 @@ class RewardProcess:
             OSError: the system refuses another process.
         """
         ours, theirs = socket.socketpair()
+        end: socket.socket | asyncio.StreamWriter = ours
         try:
             # Before the child is there: a cancel at this line must leave nobody behind.
             reader, writer = await asyncio.open_connection(sock=ours)
+            end = (
+                writer  # it is what the event loop knows the socket by: closing only that would leave its number taken
+            )
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "vime_client.rewards.child", str(theirs.fileno()), str(os.getpid())),
                 str(folder),
@@ -72,7 +76,7 @@ class RewardProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         except (OSError, asyncio.CancelledError):
-            ours.close()
+            end.close()
             raise
         finally:
             theirs.close()
