@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
@@ -75,18 +76,20 @@ def test_a_probe_that_its_client_cancels_decides_nothing_and_lets_the_next_one_t
     assert breaker.lets_pass
 
 
-def test_a_probe_without_a_fault_for_a_pause_closes_the_breaker_and_the_next_fault_opens_it() -> None:
+def test_a_silent_probe_closes_nothing_and_one_more_call_goes_in_each_pause() -> None:
     clock = ManualClock()
     breaker = Breaker(clock, failures=3, pause_s=5.0)
     for _ in range(3):
         breaker.failed()
-    clock.advance(5.0)
-    with breaker.call():
-        clock.advance(4.9)
-        assert not breaker.lets_pass
-        clock.advance(0.1)
-        assert breaker.state is BreakerState.CLOSED
-        breaker.failed()  # in the end it does fail
+    with ExitStack() as calls:
+        for _ in range(4):
+            clock.advance(4.9)
+            assert not breaker.lets_pass
+            clock.advance(0.1)
+            assert breaker.lets_pass
+            calls.enter_context(breaker.call())
+            assert breaker.state is BreakerState.HALF_OPEN
+        breaker.failed()  # one of them, in the end
         assert breaker.state is BreakerState.OPEN
     clock.advance(5.0)
     with breaker.call():

@@ -361,10 +361,31 @@ async def test_a_probe_that_takes_long_does_not_keep_the_engine_closed(make_rout
     engine.script.silent_seconds = 60
     probe = asyncio.ensure_future(harness.client.Generate(ask(), timeout=60))
     await until(lambda: engine.seen.running == 1)
-    engine.script.silent_seconds = 0
-    assert await answers(harness, ask, 3) == {"e0": 3}
+    engine.script.silent_seconds = 2.0
+    calls = [asyncio.ensure_future(harness.client.Generate(ask(), timeout=30)) for _ in range(8)]
+    await until(lambda: engine.seen.running == 3)  # one more in each pause
+    assert (await harness.engines())["e0"].health == BROKEN
+    assert [call.done() for call in calls] == [False] * 8
+    assert {(await call).engine_id for call in calls} == {"e0"}  # the first answer opened the way
+    assert (await harness.engines())["e0"].health == ALIVE
     assert not probe.done()
     probe.cancel()
+
+
+async def test_an_engine_that_swallows_all_calls_gets_one_in_each_pause(make_router: Any, ask: Any) -> None:
+    harness = await make_router(breaker_failures=1, breaker_pause_s=0.4, queue_timeout_s=30.0)
+    engine = FakeEngine("e0", served=version(1), script=Script(fail_at_token=0, faults_left=1))
+    await harness.join(engine)
+    with pytest.raises(RpcError), rpc_errors():
+        await harness.client.Generate(ask(), timeout=5)
+    engine.script.silent_seconds = 60
+    began = time.monotonic()
+    calls = [asyncio.ensure_future(harness.client.Generate(ask(), timeout=60)) for _ in range(20)]
+    await until(lambda: engine.seen.running == 3)
+    await asyncio.sleep(0.1)
+    assert engine.seen.running <= (time.monotonic() - began) / 0.4 + 1
+    for call in calls:
+        call.cancel()
 
 
 async def test_the_first_piece_of_a_stream_is_enough_for_a_probe(make_router: Any, ask: Any) -> None:

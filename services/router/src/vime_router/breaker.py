@@ -13,7 +13,7 @@ from vime_service.clock import Clock
 
 
 class BreakerState(Enum):
-    """CLOSED: calls pass. OPEN: none do. HALF_OPEN: one at a time, to see whether the engine is well again."""
+    """CLOSED: calls pass. OPEN: none do. HALF_OPEN: one in each pause, to see whether the engine is well again."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -26,8 +26,9 @@ class Breaker:
     Args:
         clock: monotonic time.
         failures: faults in a row that open it.
-        pause_s: seconds it stays open before one call is let through, and seconds without a fault after which that
-            call has shown enough: a generation takes minutes, and a healthy engine must not wait for its end.
+        pause_s: seconds it stays open before one call is let through, and seconds of that call's silence after which
+            one more is: a generation takes minutes, and a healthy engine must not wait for its end. Only an answer
+            closes it: an engine whose network swallows everything is silent, too.
     """
 
     def __init__(self, clock: Clock, failures: int, pause_s: float) -> None:
@@ -42,8 +43,6 @@ class Breaker:
     @property
     def state(self) -> BreakerState:
         """Where it stands now."""
-        if self._probe_since is not None and self._clock.now() - self._probe_since >= self._pause_s:
-            self._close()
         if self._opened_at is None:
             return BreakerState.CLOSED
         waited = self._clock.now() - self._opened_at
@@ -53,16 +52,18 @@ class Breaker:
     def lets_pass(self) -> bool:
         """True if a call may be sent now."""
         state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe_since is None)
+        if state is not BreakerState.HALF_OPEN:
+            return state is BreakerState.CLOSED
+        return self._probe_since is None or self._clock.now() - self._probe_since >= self._pause_s
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around one call; in the half-open state it is the probe, and others wait until it has shown enough.
+        """Around one call; in the half-open state it is a probe, and others wait for its answer or the next pause.
 
         Say `answers`, `succeeded` or `failed` inside. A call that ends early without any of these (a cancel, a client's
         mistake) leaves the state as it was.
         """
-        probe = self.state is BreakerState.HALF_OPEN and self._probe_since is None
+        probe = self.state is BreakerState.HALF_OPEN and self.lets_pass
         since = self._clock.now()
         if probe:
             self._probe_since = since
