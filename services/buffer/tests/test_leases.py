@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from vime_buffer import leases
-from vime_buffer.lease_times import MAX_TTLS
+from vime_buffer import catalog, leases
 from vime_buffer.testing import RUN_ID, finished
 from vime_buffer.values import Blocked, Failure, Version
 from vime_service.errors import (
@@ -308,7 +307,6 @@ def test_k25_a_producer_without_a_consumer_is_held_at_capacity(make_desk):
 def test_k25_everything_put_is_consumed_evicted_or_held_and_nothing_is_too_old(make_desk):
     """Another table takes steps, so that the version advances by 3 under groups that wait here."""
     desk = make_desk(200, groups_per_step=8, max_staleness=1)
-    from vime_buffer import catalog
     from vime_buffer.testing import table, write_prompts
 
     other = table(write_prompts(desk.folder.parent / "sft.jsonl", 40), name="sft", groups_per_step=1)
@@ -345,20 +343,35 @@ def test_prompts_that_wait_and_new_ones_together_stay_within_the_slots(make_desk
     assert desk.counts().free_slots == 0
 
 
-def test_a_lease_cannot_be_kept_alive_for_ever(make_desk):
-    desk = make_desk(lease_ttl=60)
+@pytest.mark.parametrize("longest", [0, 90, 1800])
+def test_a_long_episode_keeps_its_lease_within_its_longest_time(make_desk, longest):
+    desk = make_desk(lease_ttl=60, max_lease=longest, max_attempts=1)
     desk.begin()
-    kept = desk.lease().leases[0]
+    kept, silent = desk.lease().leases
+    beats = (longest or 20 * 60) // 30
     left = []
-    for _ in range(2 * MAX_TTLS - 1):
+    for _ in range(beats - 1):
         desk.wait(30)
         lost, ttl = desk.keep_alive([kept.lease_id])
         assert not lost
         left.append(ttl)
-    assert left == [60] * (2 * MAX_TTLS - 2) + [30]
+    assert left == [60] * (beats - 2) + [30]
+    desk.wait(30)
+    assert desk.keep_alive([kept.lease_id, silent.lease_id]) == ([kept.lease_id, silent.lease_id], 0)
+    assert desk.counts().given_up == {"EXPIRED": 1, "TIMEOUT": 1}
+
+
+def test_a_longest_time_that_changes_counts_for_leases_that_are_out(make_desk):
+    desk = make_desk(lease_ttl=60, max_lease=90)
+    desk.begin()
+    (kept,) = desk.lease(1).leases
+    longer = desk.ledger.table("train").settings.model_copy(update={"max_lease": 120})
+    desk.call(lambda ledger: catalog.update_table(ledger, longer))
+    for _ in range(3):
+        desk.wait(30)
+        assert desk.keep_alive([kept.lease_id])[0] == []
     desk.wait(30)
     assert desk.keep_alive([kept.lease_id]) == ([kept.lease_id], 0)
-    assert (kept.group_id, 1) in [(lease.group_id, lease.attempt) for lease in desk.lease().leases]
 
 
 def test_only_the_holder_keeps_a_lease_alive(make_desk):

@@ -23,6 +23,7 @@ def prompts(tmp_path):
         ({"publish_interval": 3, "max_staleness": 1}, ("3", "1")),
         ({"lease_ttl": 10, "generation_deadline": 30}, ("10", "30")),
         ({"lease_ttl": 30, "generation_deadline": 30}, ("30", "30")),
+        ({"lease_ttl": 60, "max_lease": 59}, ("59", "60")),
     ],
 )
 def test_k28_impossible_settings_are_refused_with_both_numbers(prompts, settings, numbers):

@@ -181,7 +181,7 @@ def settings_from_proto(config: table_pb.TableConfig) -> dict[str, Any]:
     data = {key: value for key, value in data.items() if value or key == "samples_per_prompt"}
     # A selector of a newer contract must not silently become the default one.
     data["selector"] = _SELECTORS.get(config.selector, f"selector {config.selector}")
-    for field in ("lease_ttl", "generation_deadline"):
+    for field in ("lease_ttl", "max_lease", "generation_deadline"):
         if config.HasField(field):
             data[field] = seconds_of(getattr(config, field))
     if config.HasField("eval_hold"):
@@ -200,7 +200,8 @@ def _plain(value: Any) -> Any:
 
 def settings_to_proto(settings: TableSettings) -> table_pb.TableConfig:
     """Settings on the wire, defaults filled in."""
-    data = settings.model_dump(exclude={"source", "sampling", "lease_ttl", "generation_deadline", "selector"})
+    apart = {"source", "sampling", "lease_ttl", "max_lease", "generation_deadline", "selector"}
+    data = settings.model_dump(exclude=apart)
     source = settings.source.model_dump()
     source["path"] = str(source["path"])
     selector = next(number for number, name in _SELECTORS.items() if number and name == settings.selector)
@@ -209,6 +210,7 @@ def settings_to_proto(settings: TableSettings) -> table_pb.TableConfig:
         source=table_pb.PromptSource(**source),
         sampling=sampling_to_proto(settings),
         lease_ttl=duration(settings.lease_ttl),
+        max_lease=duration(settings.max_lease),
         generation_deadline=duration(settings.generation_deadline),
         selector=table_pb.Selector.ValueType(selector),
     )

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MAX_TTLS = 20
-"""A lease ends this many times its time to live after it was granted, however often it is kept alive: a worker that
-lives on while its work never ends must not hold a prompt, and with it the batch, for ever."""
-
 
 @dataclass(slots=True)
 class _Times:
+    granted: float
     ends: float
-    latest: float
+    outlived: bool = False
+    """Its longest time ends it: no keep-alive can put that off."""
 
 
 class LeaseTimes:
@@ -26,15 +24,21 @@ class LeaseTimes:
 
     def begin(self, lease_id: str, now: float, ttl: float) -> None:
         """A lease was granted."""
-        self._leases[lease_id] = _Times(now + ttl, now + MAX_TTLS * ttl)
+        self._leases[lease_id] = _Times(now, now + ttl)
         self._next_end = min(self._next_end, now + ttl)
 
-    def extend(self, lease_id: str, now: float, ttl: float) -> float:
-        """Keep a lease alive; the seconds that it has from now on."""
+    def extend(self, lease_id: str, now: float, ttl: float, longest: float) -> float:
+        """Keep a lease alive, up to `longest` after it was granted; the seconds that it has from now on."""
         times = self._leases[lease_id]
-        times.ends = min(now + ttl, times.latest)
+        latest = times.granted + longest
+        times.outlived = latest <= now + ttl
+        times.ends = max(now, min(now + ttl, latest))
         self._next_end = min(self._next_end, times.ends)
         return times.ends - now
+
+    def outlived(self, lease_id: str) -> bool:
+        """True if a lease that is due was kept alive to the end of its longest time."""
+        return self._leases[lease_id].outlived
 
     def end(self, lease_id: str) -> None:
         """Forget a lease."""
@@ -50,8 +54,8 @@ class LeaseTimes:
     def pardon(self, seconds: float) -> None:
         """Move every end: for so long the buffer itself could hear nobody."""
         for times in self._leases.values():
+            times.granted += seconds
             times.ends += seconds
-            times.latest += seconds
         self._next_end += seconds
 
     def restore(self, open_leases: Iterable[tuple[str, float]], now: float) -> None:

@@ -68,7 +68,8 @@ def _answered_before(ledger: Ledger, worker_id: str, request_id: str) -> tuple[L
     )
     now = ledger.clock.now()
     for row in rows:
-        ledger.lease_times.extend(row["lease_id"], now, ledger.table_by_id(row["table_id"]).settings.lease_ttl)
+        settings = ledger.table_by_id(row["table_id"]).settings
+        ledger.lease_times.extend(row["lease_id"], now, settings.lease_ttl, settings.max_lease)
     return tuple(_lease(ledger, row) for row in rows)
 
 
@@ -323,8 +324,10 @@ def expire_due(ledger: Ledger) -> int:
         if row is None:
             ledger.lease_ended(lease_id)
             continue
-        given_up = end_attempt(ledger, row, GIVE_UP_EXPIRED)
-        _log.warning("lease expired", lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)
+        outlived = ledger.lease_times.outlived(lease_id)
+        given_up = end_attempt(ledger, row, Failure.TIMEOUT.name if outlived else GIVE_UP_EXPIRED)
+        why = "lease ended after max_lease, though it was kept alive" if outlived else "lease expired"
+        _log.warning(why, lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)
     return len(due)
 
 
@@ -338,8 +341,8 @@ def keep_alive(ledger: Ledger, worker_id: str, lease_ids: Sequence[str]) -> tupl
         if row is None or worker_id not in ("", row["worker_id"]):
             lost.append(lease_id)
             continue
-        ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
-        ttls.append(ledger.lease_times.extend(lease_id, now, ttl))
+        settings = ledger.table_by_id(row["table_id"]).settings
+        ttls.append(ledger.lease_times.extend(lease_id, now, settings.lease_ttl, settings.max_lease))
     return lost, min(ttls, default=0.0)
 
 

@@ -163,12 +163,12 @@ class Ledger:
         for name in [name for name in self.tables if name not in settings]:
             self.tables.pop(name).source.close()
         for name, table in self.tables.items():
-            table.settings = TableSettings.model_validate_json(settings[name])
-        ttl = {table.id: table.settings.lease_ttl for table in self.tables.values()}
+            table.settings = TableSettings.stored(settings[name])
         open_rows = self.db.all("SELECT lease_id, table_id FROM groups WHERE state = ?", State.OPEN)
         still_open = {row["lease_id"] for row in open_rows}
         self.refused_bytes = {key: size for key, size in self.refused_bytes.items() if key in still_open}
-        self.lease_times.restore(((row["lease_id"], ttl[row["table_id"]]) for row in open_rows), self.clock.now())
+        ttls = {table.id: table.settings.lease_ttl for table in self.tables.values()}
+        self.lease_times.restore(((row["lease_id"], ttls[row["table_id"]]) for row in open_rows), self.clock.now())
 
     def after_commit(self) -> None:
         """Delete segments that died. Only after a commit that said so: rows must never point at missing files."""
@@ -339,7 +339,7 @@ class Ledger:
         from vime_buffer.catalog import open_source  # it builds on this module
 
         for row in self.db.all("SELECT id, settings, source_digest FROM tables ORDER BY id"):
-            settings = TableSettings.model_validate_json(row["settings"])
+            settings = TableSettings.stored(row["settings"])
             path = self.options.source_paths.get(settings.name, settings.source.path)
             moved = path != settings.source.path
             settings = settings.at(path)

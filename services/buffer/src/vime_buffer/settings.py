@@ -16,8 +16,10 @@ from vime_service.errors import ImpossibleConfig, InexactSampling, InvalidArgume
 Kind = Literal["train", "eval", "sft", "unscored"]
 _NAME = re.compile(r"train|sft|unscored|eval/[A-Za-z0-9][A-Za-z0-9_.-]*")
 _GIB = 1 << 30
+_LONGEST_TTL = 86400
+_MAX_TTLS = 20
 
-MUTABLE = ("sampling", "max_attempts", "lease_ttl", "eval_interval", "retained_bytes")
+MUTABLE = ("sampling", "max_attempts", "lease_ttl", "max_lease", "eval_interval", "retained_bytes")
 """Settings that may change while a table runs."""
 
 
@@ -94,8 +96,11 @@ class TableSettings(ConfigModel):
     """Steps between publishes; publish_interval - 1 must not exceed max_staleness."""
     max_attempts: int = Field(default=3, ge=1, le=1000)
     """Attempts of a prompt before it is given up."""
-    lease_ttl: float = Field(default=60.0, gt=0, le=86400)
+    lease_ttl: float = Field(default=60.0, gt=0, le=_LONGEST_TTL)
     """Seconds that a prompt lease lives without a keep-alive."""
+    max_lease: float = Field(default=0.0, ge=0, le=_MAX_TTLS * _LONGEST_TTL)
+    """Seconds that a prompt lease lives at most, however often it is kept alive: a worker that lives on while its work
+    never ends must not hold a prompt, and with it the batch, for ever. 0 means 20 x lease_ttl."""
     generation_deadline: float = Field(default=50.0, gt=0, le=86400)
     """Seconds that one generation may take at most; must be below lease_ttl."""
     selector: Literal["admission_order", "ready_first"] = "admission_order"
@@ -134,6 +139,11 @@ class TableSettings(ConfigModel):
         """True for `eval/<name>`."""
         return self.kind == "eval"
 
+    @classmethod
+    def stored(cls, text: str) -> TableSettings:
+        """Settings from the ledger, which may have been begun before there was a setting."""
+        return cls.model_validate_json(text).filled()
+
     def at(self, path: Path) -> TableSettings:
         """The same table with its source at `path`."""
         return self.model_copy(update={"source": self.source.model_copy(update={"path": path})})
@@ -143,7 +153,7 @@ class TableSettings(ConfigModel):
         source = self.source
         if not source.name:
             source = source.model_copy(update={"name": re.sub(r"[:\s]", "_", source.path.stem)})
-        changes: dict[str, object] = {"source": source}
+        changes: dict[str, object] = {"source": source, "max_lease": self.max_lease or _MAX_TTLS * self.lease_ttl}
         if not self.is_eval:
             changes["capacity"] = self.capacity or (self.max_staleness + 1) * self.groups_per_step
             changes["max_drops_in_a_row"] = self.max_drops_in_a_row or 20 * self.groups_per_step
@@ -168,6 +178,12 @@ def check_table(table: TableSettings) -> None:
             f"{table.generation_deadline:g} s, or leases end while their samples are still generated",
             lease_ttl=table.lease_ttl,
             generation_deadline=table.generation_deadline,
+        )
+    if 0 < table.max_lease < table.lease_ttl:
+        raise ImpossibleConfig(
+            f'table "{table.name}": max_lease {table.max_lease:g} s must not be below lease_ttl {table.lease_ttl:g} s',
+            max_lease=table.max_lease,
+            lease_ttl=table.lease_ttl,
         )
 
 

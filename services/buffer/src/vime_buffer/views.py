@@ -70,7 +70,7 @@ def table_view(db: Database, name: str) -> TableView:
     run = db.one("SELECT * FROM run")
     if row is None or run is None:
         raise NotFound(f'there is no table "{name}"', kind="table", name=name)
-    settings = TableSettings.model_validate_json(row["settings"])
+    settings = TableSettings.stored(row["settings"])
     policy = None
     if run["policy_step"] is not None:
         policy = Version(run["run_id"], run["policy_incarnation"], run["policy_step"])
