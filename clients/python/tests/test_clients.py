@@ -20,6 +20,7 @@ from vime.trainer.v1 import trainer_service_pb2 as trainer_pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
 from vime_client import BufferClient, GenerationClient, LeaseLost, RpcError, TrainerClient
 from vime_client.channel import SENT_ONCE, ChannelSettings
+from vime_client.launcher.ports import choose_ports
 from vime_client.rewards.reward import PluginReward
 from vime_client.testing import FakeBuffer, FakeEngine, FakeTrainer, serving
 from vime_client.worker.filters import NonzeroStd, PluginFilter
@@ -186,6 +187,42 @@ async def test_a_step_is_never_sent_twice() -> None:
         with pytest.raises(RpcError, match="GetStatus: gone"):
             await client.status()
     assert trainer.calls == {**{method: 1 for _, method in SENT_ONCE}, "GetStatus": 5}
+
+
+async def test_a_call_that_is_sent_once_waits_for_a_trainer_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = choose_ports(["trainer"], {})["trainer"]
+    trainer = LosesAnswers()
+    async with TrainerClient(f"127.0.0.1:{port}") as client:
+        stack = AsyncExitStack()
+        entering = asyncio.create_task(stack.enter_async_context(client.mode("me")))
+        await asyncio.sleep(0.5)  # the connection is refused by now
+        async with serving(trainer, port=port):
+            steps = await entering
+            with pytest.raises(RpcError, match="gone"):
+                await steps.train([])
+        await asyncio.sleep(0.1)
+        publishing = asyncio.create_task(steps.publish())
+        await asyncio.sleep(0.5)
+        async with serving(trainer, port=port):
+            with pytest.raises(RpcError, match="gone"):
+                await publishing
+        assert trainer.calls == {"AcquireMode": 1, "TrainStep": 1, "Publish": 1}
+        monkeypatch.setattr("vime_client.trainer.CONNECT_SECONDS", 0.5)
+        for call in (
+            steps.save_checkpoint(),
+            stack.aclose(),
+        ):  # nobody comes back: why, and soon
+            with pytest.raises(RpcError) as caught:
+                await asyncio.wait_for(call, 10)
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+            assert "onnect" in caught.value.message
+
+
+async def test_a_channel_that_repeats_nothing_waits_for_nobody() -> None:
+    port = choose_ports(["trainer"], {})["trainer"]
+    async with TrainerClient(f"127.0.0.1:{port}", ChannelSettings(max_attempts=1)) as client:
+        with pytest.raises(RpcError):
+            await asyncio.wait_for(client.mode("me").__aenter__(), 5)
 
 
 async def test_an_error_under_the_mode_lease_is_not_hidden_by_its_return() -> None:

@@ -1,12 +1,15 @@
 """Open a channel to a vime service: deadlines, retries, keepalive, message cap, credentials and trace context.
 
 Retries: the channel repeats a call only for UNAVAILABLE and only before the first response (gRPC's own retry, at most
-five attempts, all within the call's deadline), and never one of `SENT_ONCE`. Everything that needs a whole step again
+five attempts, all within the call's deadline), and never one of `SENT_ONCE`: before those, wait until the channel is
+`connected`, which spares them the failures after which nothing was sent. Everything that needs a whole step again
 belongs to `vime_client.retry`; never both around one call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fnmatch
 import json
 from pathlib import Path
@@ -26,6 +29,7 @@ __all__ = [
     "ChannelSettings",
     "TlsClientConfig",
     "channel_options",
+    "connected",
     "open_channel",
     "secure_or_insecure_channel",
 ]
@@ -71,6 +75,17 @@ def open_channel(address: str, settings: ChannelSettings | None = None) -> grpc.
     if token is not None and not is_loopback(host):
         raise ChannelError(f"refusing to send a token in plaintext to {address}: set tls, or use a loopback address")
     return grpc.aio.insecure_channel(address, options=channel_options(settings), interceptors=interceptors)
+
+
+async def connected(channel: grpc.aio.Channel, seconds: float) -> None:
+    """Wait until there is a connection, at most so long. The call after it finds out, and says, why there is none.
+
+    Not gRPC's `wait_for_ready`: it lasts as long as the call's deadline, which for a step is half an hour, and tells no
+    reason.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await channel.channel_ready()
 
 
 def secure_or_insecure_channel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from google.protobuf.duration_pb2 import Duration
@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from vime.common.v1 import trajectory_pb2
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
-from vime_client.channel import ChannelSettings, open_channel
+from vime_client.channel import ChannelSettings, connected, open_channel
 from vime_client.errors import RpcError, rpc_errors
 from vime_client.logs import get_logger
 
@@ -18,6 +18,8 @@ CALL_SECONDS = 30.0
 """Deadline of calls that answer at once."""
 STEP_SECONDS = 1800.0
 """Deadline of calls that compute."""
+CONNECT_SECONDS = 30.0
+"""How long a call that is sent only once waits for a trainer that restarts."""
 _log = get_logger(__name__)
 
 
@@ -27,6 +29,7 @@ class TrainerClient:
     def __init__(self, address: str, settings: ChannelSettings | None = None) -> None:
         self.address = address
         self._channel = open_channel(address, settings)
+        self._repeats = (settings or ChannelSettings()).max_attempts > 1
         self._stub = trainer_service_pb2_grpc.TrainerServiceStub(self._channel)
 
     async def __aenter__(self) -> TrainerClient:
@@ -67,10 +70,11 @@ class TrainerClient:
         """Take the mode lease, to drive single steps; given back at the end of the block."""
         ttl = Duration()
         ttl.FromNanoseconds(int(ttl_s * 1e9))
+        await self._connected()
         with rpc_errors("trainer.AcquireMode"):
             answer = await self._stub.AcquireMode(pb.AcquireModeRequest(holder=holder, ttl=ttl), timeout=CALL_SECONDS)
         try:
-            yield SingleSteps(self._stub, answer.mode_lease_id)
+            yield SingleSteps(self._stub, answer.mode_lease_id, self._connected)
         except BaseException:
             try:
                 await self._release(answer.mode_lease_id)
@@ -79,7 +83,13 @@ class TrainerClient:
             raise
         await self._release(answer.mode_lease_id)
 
+    async def _connected(self) -> None:
+        """What a repeat is to other calls: spares a call that is sent once the time in which nobody listens."""
+        if self._repeats:
+            await connected(self._channel, CONNECT_SECONDS)
+
     async def _release(self, mode_lease_id: str) -> None:
+        await self._connected()
         with rpc_errors("trainer.ReleaseMode"):
             request = pb.ReleaseModeRequest(mode_lease_id=mode_lease_id)
             await self._stub.ReleaseMode(request, timeout=CALL_SECONDS)
@@ -88,26 +98,35 @@ class TrainerClient:
 class SingleSteps:
     """What the holder of the mode lease may do."""
 
-    def __init__(self, stub: trainer_service_pb2_grpc.TrainerServiceAsyncStub, mode_lease_id: str) -> None:
+    def __init__(
+        self,
+        stub: trainer_service_pb2_grpc.TrainerServiceAsyncStub,
+        mode_lease_id: str,
+        connected: Callable[[], Awaitable[None]],
+    ) -> None:
         self._stub = stub
         self.mode_lease_id = mode_lease_id
+        self._connected = connected
 
     async def train(
         self, groups: Sequence[trajectory_pb2.TrajectoryGroup], learning_rate: float | None = None
     ) -> pb.TrainStepResponse:
         """Train exactly one step on these groups; publishes nothing."""
         request = pb.TrainStepRequest(mode_lease_id=self.mode_lease_id, groups=groups, learning_rate=learning_rate)
+        await self._connected()
         with rpc_errors("trainer.TrainStep"):
             return await self._stub.TrainStep(request, timeout=STEP_SECONDS)
 
     async def publish(self) -> pb.PublishResponse:
         """Publish the weights that the trainer holds."""
+        await self._connected()
         with rpc_errors("trainer.Publish"):
             request = pb.PublishRequest(mode_lease_id=self.mode_lease_id)
             return await self._stub.Publish(request, timeout=STEP_SECONDS)
 
     async def save_checkpoint(self) -> pb.SaveCheckpointResponse:
         """Write a checkpoint now."""
+        await self._connected()
         with rpc_errors("trainer.SaveCheckpoint"):
             request = pb.SaveCheckpointRequest(mode_lease_id=self.mode_lease_id)
             return await self._stub.SaveCheckpoint(request, timeout=STEP_SECONDS)
