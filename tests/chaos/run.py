@@ -8,6 +8,7 @@ are checked.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -32,6 +33,8 @@ VICTIMS = ("rank", "worker-0", "buffer", "router", "engine", "trainer", "rollout
 GROUPS_PER_STEP, CHECKPOINT_EVERY = 4, 3
 FIRST_STEP_S, QUIET_S, RECOVER_S = 300, (1.0, 4.0), 300
 FREEZE_S = (1.0, 6.0)
+STEPS_PER_ROUND = 20
+"""More than a run makes between two faults: about two a second on two cores."""
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Chaos:
     @property
     def steps(self) -> int:
         """Enough that the run is still going when the last fault comes; the recovery of each costs steps."""
-        return 6 + 4 * self.rounds
+        return 10 + STEPS_PER_ROUND * self.rounds
 
     def start(self, *flags: str) -> None:
         """Start a driver: of a new run, or one that joins."""
@@ -171,6 +174,8 @@ class Chaos:
         versions = [tuple(int(part) for part in str(r["version"]).split(".")) for r in records]
         return {
             "phase": self.state().get("phase"),
+            "reason": self.state().get("reason"),
+            "missed_rounds": self.rounds - sum(self.faults.values()),
             "steps": len(final),
             "expected_steps": self.steps,
             "lost": sum(trained.get(step) != batch for step, batch in ledger.items())
@@ -187,7 +192,7 @@ def run(rounds: int) -> dict[str, Any]:
     seed = int(os.environ.get("VIME_CHAOS_SEED", time.time_ns() % 2**31))
     share = [rounds // len(STALENESSES) + (i < rounds % len(STALENESSES)) for i in range(len(STALENESSES))]
     verdicts, faults, recovered = {}, Counter[str](), [0.0]
-    with tempfile.TemporaryDirectory(prefix="vime-chaos-run-") as folder:
+    with _folder() as folder:
         for staleness, count in zip(STALENESSES, share, strict=True):
             chaos = Chaos(Path(folder), staleness, count, random.Random(seed + staleness))
             try:
@@ -198,7 +203,7 @@ def run(rounds: int) -> dict[str, Any]:
             faults += chaos.faults
             recovered += chaos.recovered_s
             print(f"{chaos.name}: {verdicts[chaos.name]} {dict(chaos.faults)}", flush=True)
-    unfinished = sum(v["phase"] != "finished" for v in verdicts.values())
+    unfinished = sum(v["phase"] != "finished" or v["missed_rounds"] > 0 for v in verdicts.values())
     return {
         "name": "run",
         "rounds": sum(faults.values()),
@@ -211,6 +216,15 @@ def run(rounds: int) -> dict[str, Any]:
         "faults": dict(faults),
         "runs": verdicts,
     }
+
+
+def _folder() -> contextlib.AbstractContextManager[str]:
+    """Where the runs live: `VIME_CHAOS_DIR`, which stays, or a folder that goes."""
+    kept = os.environ.get("VIME_CHAOS_DIR")
+    if kept is None:
+        return tempfile.TemporaryDirectory(prefix="vime-chaos-run-")
+    Path(kept).mkdir(parents=True, exist_ok=True)
+    return contextlib.nullcontext(kept)
 
 
 def _end(chaos: Chaos) -> None:

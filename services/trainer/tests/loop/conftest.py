@@ -40,6 +40,7 @@ class FakeEngine:
     refuse_prepare: str = ""
     fail_staging: str = ""
     dirty_commit: str = ""
+    away_for: int = 0
     joined: tuple[int, int, int] | None = None
     aborted: list[str] = field(default_factory=list)
 
@@ -56,6 +57,9 @@ class FakeFleet:
 
     async def prepare(self, member: Member, described: Described, generation: int, rank: int, world: int) -> bool:
         engine = self.engines[member.engine_id]
+        if engine.away_for:
+            engine.away_for -= 1
+            raise Refused("connection refused", away=True)
         if engine.refuse_prepare:
             raise Refused(engine.refuse_prepare)
         if engine.serving == described.version:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from vime_trainer.loop import publisher as publisher_module
 from vime_trainer.loop.ports import RankDied, Refused
 from vime_trainer.loop.publisher import PublishConfig, Publisher, PublishFailed
 from vime_trainer.loop.versions import Version
@@ -57,6 +58,27 @@ async def test_too_few_engines_fail_the_publish_and_say_why(make_engine, make_fl
     fleet = make_fleet(make_engine("a", dirty_commit="canary 0.3 above 1e-4"))
     with pytest.raises(PublishFailed, match=r"0 engines committed, 1 needed.*canary 0.3"):
         await Publisher(CONFIG, fleet, ranks).publish(version)
+
+
+async def test_an_engine_that_died_is_waited_for_until_it_is_back(make_engine, make_fleet, ranks, version, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_AWAY_S", 0.01)
+    patient = PublishConfig(engines_timeout_s=20, max_attempts=1)
+    published = await Publisher(patient, make_fleet(make_engine("a", away_for=7)), ranks).publish(version)
+    assert published.committed == ["a"]
+
+
+async def test_an_engine_that_stays_away_fails_the_publish_when_the_time_is_over(
+    make_engine, make_fleet, ranks, version, monkeypatch
+):
+    monkeypatch.setattr(publisher_module, "_AWAY_S", 0.01)
+    with pytest.raises(PublishFailed, match=r"0 engines committed, 1 needed.*connection refused"):
+        await Publisher(CONFIG, make_fleet(make_engine("a", away_for=10**6)), ranks).publish(version)
+
+
+async def test_an_engine_that_is_away_does_not_hold_up_the_others(make_engine, make_fleet, ranks, version):
+    fleet = make_fleet(make_engine("a"), make_engine("b", away_for=10**6))
+    published = await Publisher(PublishConfig(engines_timeout_s=600), fleet, ranks).publish(version)
+    assert (published.committed, published.failed) == (["a"], {"b": "connection refused"})
 
 
 async def test_no_usable_engine_within_the_time_fails_with_the_numbers(make_engine, make_fleet, ranks, version):

@@ -121,7 +121,7 @@ class GrpcFleet:
         except StaleIncarnation:
             raise  # not the member's failure: this trainer is the one that is over
         except RpcError as error:
-            raise Refused(str(error), dirty=error.reason == "LOAD_FAILED") from error
+            raise Refused(str(error), dirty=error.reason == "LOAD_FAILED", away=error.transient) from error
 
 
 def _serves(status: engine_pb2.EngineStatus) -> bool:

@@ -101,11 +101,12 @@ class Member:
 
 
 class Refused(Exception):
-    """A member refused or failed a leg of the update; the message says why. `dirty`: its weights are unknown."""
+    """A member refused or failed a leg of the update; the message says why. `dirty`: its weights are unknown. `away`:
+    it did not answer at all, as while it starts again."""
 
-    def __init__(self, message: str, dirty: bool = False) -> None:
+    def __init__(self, message: str, dirty: bool = False, away: bool = False) -> None:
         super().__init__(message)
-        self.dirty = dirty
+        self.dirty, self.away = dirty, away
 
 
 class Fleet(Protocol):

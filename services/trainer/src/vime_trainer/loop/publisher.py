@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.2
 # Generations are unique within the run: the incarnation in the high bits, a counter in the low ones.
+_AWAY_S = 1.0
 _GENERATIONS_PER_INCARNATION = 1 << 32
 
 
@@ -40,7 +41,7 @@ class PublishConfig(ConfigModel):
     """Engines that must have committed a version for the publish to succeed."""
 
     engines_timeout_s: float = Field(default=180.0, gt=0)
-    """How long to wait for `min_engines` usable engines."""
+    """How long to wait for `min_engines` usable engines, those that died and start again included."""
 
     transfer_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for the tensors of one attempt."""
@@ -78,6 +79,7 @@ class _Attempt:
 
     committed: dict[str, Commit] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    away: set[str] = field(default_factory=set)
     sent: int = 0
 
 
@@ -94,15 +96,25 @@ class Publisher:
         started = time.monotonic()
         described = await self._ranks.describe(version)
         total = _Attempt()
-        for attempt in range(self._config.max_attempts):
+        attempt, since = 0, time.monotonic()
+        while attempt < self._config.max_attempts:
             members = await self._wait_for_members(version, total)
+            total.away.clear()
             # The group fails as a whole: the last attempt shows which member it was, and saves the others.
             alone = 0 < attempt == self._config.max_attempts - 1
             for group in [[member] for member in members] if alone else [members]:
                 await self._attempt(described, group, total)
-            if len(total.committed) >= self._config.min_engines and not self._left(members, total):
+            enough = len(total.committed) >= self._config.min_engines
+            if enough and not self._left(members, total):
                 break
-            logger.warning("publish %s, attempt %d: %s", version, attempt + 1, total.failed)
+            attempt += 1
+            logger.warning("publish %s, attempt %d: %s", version, attempt, total.failed)
+            # The router has not yet noticed that they died, or they are starting again: that uses up no attempt.
+            if not enough and all(m.engine_id in total.away for m in members if m.engine_id not in total.committed):
+                if time.monotonic() - since > self._config.engines_timeout_s:
+                    break
+                attempt -= 1
+                await asyncio.sleep(_AWAY_S)
         if len(total.committed) < self._config.min_engines:
             raise PublishFailed(
                 f"version {version}: {len(total.committed)} engines committed, {self._config.min_engines} needed; "
@@ -217,6 +229,8 @@ class Publisher:
                 return member, await call
             except Refused as error:
                 total.failed[member.engine_id] = str(error)
+                if error.away:
+                    total.away.add(member.engine_id)
                 return None
 
         good: list[tuple[Member, T]] = []
