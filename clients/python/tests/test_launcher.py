@@ -48,7 +48,7 @@ async def supervised(run_dir: Path) -> AsyncIterator[Path]:
     finally:
         await stop_supervisor(run_dir, 10)
         assert not is_running(run_dir)
-        assert processes_of(run_dir) == []
+        await wait_until(lambda: processes_of(run_dir) == [])  # a killed process takes a moment to go
 
 
 async def test_a_died_service_is_started_again_and_its_death_is_counted(tmp_path: Path) -> None:
