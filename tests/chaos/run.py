@@ -122,7 +122,7 @@ class Chaos:
     def run(self) -> None:
         """The run with its faults, to its end."""
         self.start("--fresh")
-        self._wait(lambda: bool(self.records()), FIRST_STEP_S, "the first step")
+        self._wait(lambda: bool(self.records()) or self.over, FIRST_STEP_S, "the first step")
         for round_ in range(self.rounds):
             time.sleep(self.random.uniform(*QUIET_S))
             if self.over:

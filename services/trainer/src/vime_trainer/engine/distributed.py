@@ -61,7 +61,8 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torch's own way to make this store would listen on all interfaces.
-        store = open_store(address, port, Deadline.after(timeout.total_seconds()), host=rank == 0)
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by who started the ranks, as in torchrun
+        store = open_store(address, port, Deadline.after(timeout.total_seconds()), host=rank == 0 and not hosted)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:  # a world of one needs no address
         dist.init_process_group(

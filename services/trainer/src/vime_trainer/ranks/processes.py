@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext
 
 _STOP_GRACE_S = 5
+_STORE_S = 30.0
 
 
 class RankProcesses:
@@ -24,6 +25,7 @@ class RankProcesses:
     def __init__(self, config_file: Path, world_size: int, log_dir: Path) -> None:
         self._config_file, self._world_size, self._log_dir = config_file, world_size, log_dir
         self._context: PContext | None = None
+        self._store: TCPStore | None = None
 
     async def start(self, launch: int, environment: Mapping[str, str]) -> None:
         """Start them. `launch` numbers the log folders of successive starts."""
@@ -32,14 +34,19 @@ class RankProcesses:
     def _start(self, launch: int, environment: dict[str, str]) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
+        from vime_service.bulk.deadline import Deadline
+        from vime_service.bulk.gloo import open_store
+
         # It warns that signals are not forwarded from a thread; ranks watch their parent instead (rank/__main__.py).
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         folder = self._log_dir / f"ranks-{launch}"
         folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        # Hosted here: a port that was only looked up could be another program's by the time a rank opens its store.
+        self._store = open_store("127.0.0.1", 0, Deadline.after(_STORE_S), host=True)
         shared = environment | {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             "PYTHONUNBUFFERED": "1",
@@ -96,6 +103,7 @@ class RankProcesses:
         context, self._context = self._context, None
         if context is not None:
             await asyncio.to_thread(context.close, signal.SIGTERM, _STOP_GRACE_S)
+        self._store = None
 
 
 def _cause(exit_code: int) -> str:
@@ -105,9 +113,3 @@ def _cause(exit_code: int) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"was killed by signal {-exit_code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
