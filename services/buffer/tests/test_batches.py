@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from functools import partial
 
 import pytest
 
@@ -167,6 +168,22 @@ def test_k31_filters_that_drop_everything_end_in_a_clear_error(make_desk):
     assert "dropped 6 groups in a row (limit 6; reasons: zero_std)" in caught.value.message
     desk.begin()  # another incarnation may try again
     assert len(desk.lease().leases) == 2
+
+
+OOPS = "ValueError: oops (mine.py:2)"
+
+
+def test_a_reward_that_always_fails_ends_in_an_error_that_quotes_it(make_desk):
+    desk = make_desk(100, groups_per_step=2, max_attempts=2)
+    desk.begin()
+    for _ in range(8):  # four prompts, twice each
+        (lease, *_) = desk.lease(1).leases
+        desk.call(partial(leases.fail_prompt, lease_id=lease.lease_id, failure=Failure.REWARD, detail=OOPS))
+    message = r"4 prompts in a row .* failed 2 times each \(limit 4 prompts\).*: ValueError: oops \(mine.py:2\)"
+    with pytest.raises(FailedPrecondition, match=message):
+        desk.batch(1)
+    desk.begin()  # another incarnation may try again
+    assert desk.batch(1).blocked is Blocked.GENERATING
 
 
 def test_k31_the_batch_after_a_refill_has_exactly_the_configured_size(make_desk):

@@ -17,6 +17,7 @@ from vime_service.errors import FailedPrecondition, InvalidArgument, WrongStep
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
+_FEWEST_UNREWARDED = 4
 _WANTED_FROM = 0.8
 """Share of the room for consumed groups from which CompleteStep asks for a checkpoint: one more batch should fit."""
 
@@ -151,6 +152,7 @@ def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
             break
     if not choice.take:
         _check_drops(ledger, table)
+        _check_rewards(ledger, table)
         return _blocked(ledger, run, table, workers_ask)
     ledger.db.run("INSERT INTO batches (step, table_id, state) VALUES (?, ?, 'leased')", step, table.id)
     ledger.db.many(
@@ -200,6 +202,20 @@ def _check_drops(ledger: Ledger, table: Table) -> None:
             wanted=f"fewer than {limit}",
             drops_in_a_row=drops,
             limit=limit,
+        )
+
+
+def _check_rewards(ledger: Ledger, table: Table) -> None:
+    """A reward that always fails would go through all prompts without an end."""
+    number = ledger.unrewarded_in_a_row[table.id]
+    limit = max(_FEWEST_UNREWARDED, 2 * table.settings.groups_per_step)
+    if number >= limit:
+        why = ledger.reward_failure.get(table.id, "unknown")
+        raise FailedPrecondition(
+            f'table "{table.name}": {number} prompts in a row were given up because their reward failed '
+            f"{table.settings.max_attempts} times each (limit {limit} prompts), so no batch can fill; the last: {why}",
+            state=f"unrewarded_in_a_row {number}",
+            wanted=f"fewer than {limit}",
         )
 
 

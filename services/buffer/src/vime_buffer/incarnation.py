@@ -60,6 +60,7 @@ def open_incarnation(
     rewound, again = _rewind(ledger, resume_step, evict=changed)
     requeued += again + rewind_rounds(ledger, resume_step)
     ledger.db.run("UPDATE tables SET closed = 0, drops_in_a_row = 0")
+    ledger.unrewarded_in_a_row.clear()
     ledger.db.run(
         "UPDATE run SET incarnation = ?, resume_step = ?, recipe_digest = ?, policy_incarnation = NULL, "
         "policy_step = NULL, leased_step = ?, completed_step = ?, oldest_kept_step = ?",

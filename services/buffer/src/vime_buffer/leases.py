@@ -207,6 +207,7 @@ def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
         facts.response_tokens, row["id"],
     )  # fmt: skip
     ledger.bump(table.id, "inserted")
+    ledger.unrewarded_in_a_row[table.id] = 0
     if ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id):
         ledger.workers_may_go_on = True  # too many drops may have held them
     if row["eval_step"] is not None:
@@ -229,6 +230,7 @@ def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     ledger.bump(row["table_id"], "inserted")
     ledger.bump(row["table_id"], "dropped", reason)
     ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
+    ledger.unrewarded_in_a_row[row["table_id"]] = 0
     ledger.workers_may_go_on = True
 
 
@@ -279,6 +281,8 @@ def fail_prompt(ledger: Ledger, lease_id: str, failure: Failure, detail: str) ->
     row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
     if row is None:
         return _ended_before(ledger, lease_id)
+    if failure is Failure.REWARD:
+        ledger.reward_failure[row["table_id"]] = detail[:300] or "without a word"
     given_up = end_attempt(ledger, row, failure.name, counts=failure is not Failure.SHUTDOWN)
     _log.info("lease given back", lease_id=lease_id, failure=failure.name, given_up=given_up, detail=detail[:200])
     return given_up
@@ -309,6 +313,7 @@ def end_attempt(ledger: Ledger, row: Any, reason: str, *, counts: bool = True) -
         ledger.db.run("UPDATE groups SET failures = failures + 1 WHERE id = ?", row["id"])
     if last:
         ledger.give_up(row, reason)
+        ledger.unrewarded_in_a_row[table.id] += reason == Failure.REWARD.name
         if row["eval_step"] is not None:
             finish_round_if_done(ledger, table, row["eval_step"])
     else:

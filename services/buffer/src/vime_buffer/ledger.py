@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,10 @@ class Ledger:
         self.lease_times = LeaseTimes()
         self._looked_at = self._answered_at = clock.now()
         self.workers_may_go_on = False
+        self.unrewarded_in_a_row: Counter[int] = Counter()
+        """By table id: prompts given up for their reward since a group was last inserted; anew after a restart."""
+        self.reward_failure: dict[int, str] = {}
+        """By table id: how the last reward failed, for people."""
         """A prompt or a slot became free since the last commit: workers that wait are to look again."""
         self.segments_may_have_died = False
         """Payloads went since the last commit."""

@@ -73,13 +73,17 @@ class Progress:
         return f"step {report.train_step}/{self.num_steps}  {step_line(report.metrics)}"
 
     def _take_eval(self, report: pb.EvalReport) -> str:
-        value = report.metrics.get(report.table)
+        what = f"{report.table} at step {report.step}"
+        n = report.metrics.get(f"{report.table}/n", 0.0)
+        lost = sum(report.metrics.get(f"{report.table}/{kind}", 0.0) for kind in ("unscored", "given_up"))
+        if report.table not in report.metrics:
+            return f"{what}: nothing was scored ({lost:.0f} without a reward)"
+        value = report.metrics[report.table]
         rounds = self.evals.setdefault(report.table, {})
-        if value is None or rounds.get(report.step) == value:
+        if rounds.get(report.step) == value:
             return ""
         rounds[report.step] = value
-        n = report.metrics.get(f"{report.table}/n")
-        return f"{report.table} at step {report.step}: {value:.3f}" + (f" (n = {n:.0f})" if n else "")
+        return f"{what}: {value:.3f} (n = {n:.0f}{f', {lost:.0f} without a reward' if lost else ''})"
 
     def _take_status(self, status: pb.TrainerStatus) -> str:
         """The activity changes many times a second: displays show it when they think fit."""

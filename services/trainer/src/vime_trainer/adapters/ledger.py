@@ -113,10 +113,13 @@ class GrpcLedger:
             "buffer.GetEvalRound",
             lambda: self._batches.GetEvalRound(pb.GetEvalRoundRequest(table=table, step=step), timeout=_CALL_S),
         )
-        metrics = {
+        means = {
             table: answer.mean_reward,
             f"{table}-truncated_ratio": answer.truncated_ratio,
             f"{table}/response_len/mean": answer.mean_response_tokens,
+        }
+        metrics = {  # a mean over nothing is no 0
+            **(means if answer.scored else {}),
             f"{table}/n": float(answer.scored),
             f"{table}/unscored": float(answer.unscored),
             f"{table}/given_up": float(answer.given_up),
