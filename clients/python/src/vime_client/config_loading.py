@@ -92,7 +92,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             for inner in nested:
                 yield from describe(inner, key + ".")
             continue
-        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=False)!r}"
+        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
         yield f"{key} ({_type_name(field.annotation)}, {default})  {' '.join((field.description or '').split())}"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from vime_trainer.algorithms.inspect import inspect_advantages, inspect_loss
@@ -48,14 +49,14 @@ def _show_advantages(report: dict[str, Any], console: Console) -> None:
     for group in report["groups"]:
         scored, mean, std = str(group["scored_trajectories"]), _text(group["mean"]), _text(group["std"])
         groups.add_row(str(group["group_id"]), scored, mean, std)
-    console.print(groups)
+    _print(console, groups)
     table = Table("trajectory", "group", "reward", "mask", "advantages", "returns", title="advantages")
     for row in report["trajectories"]:
         reward = _text(row["reward"]) if row["scored"] else f"unscored: {row['unscored_reason']}"
         mask = "".join(map(str, row["loss_mask"]))
         returns = "" if row["returns"] is None else _list(row["returns"])
         table.add_row(row["id"], str(row["group_id"]), reward, mask, _list(row["advantages"]), returns)
-    console.print(table)
+    _print(console, table)
     _show_metrics(report["metrics"], console)
 
 
@@ -68,11 +69,11 @@ def _show_loss(report: dict[str, Any], console: Console) -> None:
         for t in range(len(row["d_loss_d_logprob"])):
             tokens.add_row(row["id"] if t == 0 else "", str(t), *(_text(row[name][t]) for name in names))
         tokens.add_section()
-    console.print(tokens)
+    _print(console, tokens)
     shares = Table("rank", "micro-batch", "share of the loss", title="micro-batches")
     for micro in loss["micro_batches"]:
         shares.add_row(str(micro["rank"]), " ".join(micro["ids"]), _text(micro["loss"]))
-    console.print(shares)
+    _print(console, shares)
     counts = loss["denominators"]
     console.print(f"denominators: {counts['tokens']} tokens, {counts['sequences']} sequences")
     console.print(f"loss {_text(loss['loss'])}, norm of d loss / d logprob {_text(loss['gradient_norm'])}")
@@ -82,7 +83,7 @@ def _show_loss(report: dict[str, Any], console: Console) -> None:
         values = Table("trajectory", "d value loss / d value", title=title)
         for row in report["value_loss"]["trajectories"]:
             values.add_row(row["id"], _list(row["d_loss_d_value"]))
-        console.print(values)
+        _print(console, values)
 
 
 def _show_metrics(metrics: dict[str, float | None], console: Console) -> None:
@@ -90,7 +91,7 @@ def _show_metrics(metrics: dict[str, float | None], console: Console) -> None:
         table = Table("metric", "value", title="metrics")
         for name in sorted(metrics):
             table.add_row(name, _text(metrics[name]))
-        console.print(table)
+        _print(console, table)
 
 
 def _list(numbers: Sequence[float | None]) -> str:
@@ -99,6 +100,13 @@ def _list(numbers: Sequence[float | None]) -> str:
 
 def _text(number: float | None) -> str:
     return "–" if number is None else f"{number:.6g}"
+
+
+def _print(console: Console, table: Table) -> None:
+    """A table as wide as its numbers, whatever the terminal: a number without its exponent is another number."""
+    widest = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, widest, table).maximum)
+    console.print(table)
 
 
 if __name__ == "__main__":

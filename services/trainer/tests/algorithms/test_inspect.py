@@ -196,6 +196,14 @@ def test_the_command_line_prints_tables_or_one_json_object(what, name, capsys):
     assert printed == (inspect_advantages if what == "advantages" else inspect_loss)(example(name))
 
 
+def test_a_narrow_terminal_cuts_no_exponent_off(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["loss", str(EXAMPLES / "off_policy.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "9.51626e-05" in printed
+    assert "…" not in printed
+
+
 def test_the_command_line_says_in_one_line_what_is_wrong(tmp_path, capsys):
     bad = tmp_path / "bad.json"
     bad.write_text('{"trajectories": [')
