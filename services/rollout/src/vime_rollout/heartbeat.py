@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 
@@ -27,10 +28,21 @@ class Heartbeat:
         self._address = address
         self._now = asyncio.Event()
         self._silent = False
+        self._beats = False
+        self._said_draining = asyncio.Event()
 
     def beat_now(self) -> None:
         """Do not wait for the period: the state has changed."""
         self._now.set()
+
+    async def say_draining(self) -> None:
+        """Beat once more and wait until the router has heard it, for the time-out of a heartbeat at the most."""
+        if not self._beats:  # no router, or not that far yet
+            return
+        self.beat_now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._core.config.router.timeout_seconds):
+                await self._said_draining.wait()
 
     async def run(self) -> None:
         """Beat. Raises `EngineFailed` when the engine has died: the service must be started anew."""
@@ -44,15 +56,18 @@ class Heartbeat:
         channel = open_channel(link.address, ChannelSettings(max_attempts=1, tls=link.tls, token_file=link.token_file))
         try:
             stub = router_service_pb2_grpc.RouterServiceStub(channel)
+            self._beats = True
             while True:
                 await self._check_health()
                 period = await self._beat(stub, period)
                 await self._rest(period)
         finally:
+            self._beats = False
             await channel.close()
 
     async def _beat(self, stub: router_service_pb2_grpc.RouterServiceAsyncStub, period: float) -> float:
         """One heartbeat; the time until the next."""
+        draining = self._core.traffic.draining
         request = router_service_pb2.HeartbeatRequest(status=engine_status(self._core, self._address))
         if self._core.weights.highest is not None:
             request.highest_seen.CopyFrom(version_to_proto(self._core.weights.highest))
@@ -63,6 +78,9 @@ class Heartbeat:
                 _log.warning("the router does not take heartbeats", code=error.code().name, detail=error.details())
             self._silent = True
             return period
+        finally:
+            if draining:
+                self._said_draining.set()
         if self._silent:
             _log.info("the router takes heartbeats again")
         self._silent = False

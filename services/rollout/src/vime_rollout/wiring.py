@@ -50,7 +50,7 @@ class Rollout:
 
     async def _drain(self) -> None:
         await self.core.traffic.drain()
-        self._heartbeat.beat_now()
+        await self._heartbeat.say_draining()
 
 
 def make_engine(config: RolloutSettings) -> Engine:
