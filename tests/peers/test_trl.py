@@ -216,8 +216,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 def trl_advantages(tiny, trainer_class, config_class, rewards, **settings):
     """The advantages a TRL trainer forms for two prompts with four completions each and these rewards."""
-    from datasets import Dataset
+    import pyarrow
+    from datasets import Dataset, disable_caching
+    from datasets.table import InMemoryTable
 
+    disable_caching()
+    # with a name of its own: the one that `from_dict` finds pickles the table, which not every pyarrow stands
+    prompts = Dataset(InMemoryTable(pyarrow.table({"prompt": ["a b", "c d"]})), fingerprint="prompts")
     args = config_class(
         output_dir=str(tiny.out), per_device_train_batch_size=8, num_generations=4, max_completion_length=4,
         report_to="none", use_cpu=True, bf16=False, max_steps=1, save_strategy="no", disable_tqdm=True,
@@ -225,7 +230,7 @@ def trl_advantages(tiny, trainer_class, config_class, rewards, **settings):
     )  # fmt: skip
     trainer = trainer_class(
         model=tiny.model(), reward_funcs=lambda prompts, **_: list(rewards), args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["a b", "c d"]}), processing_class=tiny.tokenizer,
+        train_dataset=prompts, processing_class=tiny.tokenizer,
     )  # fmt: skip
     trainer.train()
     return torch.tensor(list(trainer._logs["advantages"]), dtype=torch.float64)
