@@ -24,7 +24,7 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "checkpoints" / latest / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])  # two minutes: make test-all
 def test_killing_everything_after_a_checkpoint_and_resuming_gives_bit_identical_weights(
     runs_dir, run_vime, run_command, run_processes, run_killer, steps
 ):

@@ -186,7 +186,7 @@ ODD = "[/data/x] is full [bold]"
 def test_what_looks_like_markup_is_printed_letter_by_letter(tmp_path: Path) -> None:
     run_dir = tmp_path / "[red]r"
     services = {"[/a]": ServiceState(state="running", pid=5, last_end=ODD)}
-    write = Console(width=200, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    write = Console(width=200, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115  the console keeps it
     (run_dir / "services").mkdir(parents=True)
     write_state(run_dir, RunState(pid=1, phase="failed", reason=ODD, services=services, activity=ODD))
     rows = [{"step": step, "rollout/raw_reward": 0.5} for step in (1, 2)]
@@ -250,7 +250,7 @@ def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(
 
     monkeypatch.setattr("vime_client.driver.run.preflight", refused)
     runs = tmp_path / "runs"
-    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115  the console keeps it
     overrides = (f'run.dir="{runs}"',)
     assert drive(recipe, RunOptions(overrides), console, console) == 2
     assert list(runs.iterdir()) == []
@@ -273,7 +273,7 @@ def test_a_refused_start_leaves_a_strangers_files(
     (folder / "notes.txt").write_text("mine")
     (folder / "services" / "mine.toml").write_text("mine")
     before = {path: path.read_text() for path in folder.rglob("*") if path.is_file()}
-    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115  the console keeps it
     with contextlib.suppress(KeyboardInterrupt):
         drive(recipe, RunOptions((f'run.dir="{folder.parent}"',)), console, console)
     assert {path: path.read_text() for path in folder.rglob("*") if path.is_file()} == before
@@ -389,7 +389,7 @@ def test_the_panel_shows_numbers_services_and_what_is_waited_for() -> None:
     progress.take(pb.WatchResponse(status=pb.TrainerStatus(activity="step 6 waits: GENERATING", num_steps=10)))
     services = {"buffer": ServiceState(state="running", ready=True), "trainer": ServiceState(state="waiting", deaths=1)}
     progress.state = RunState(pid=1, phase="running", services=services)
-    console = Console(width=120, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console = Console(width=120, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115  the console keeps it
     console.print(Panel(console, progress)._draw())
     text = console.export_text()
     for part in ("step 5/10", "0.500", "▁▂▄▆█", "buffer", "trainer (1 restarts)", "step 6 waits: GENERATING"):
@@ -400,7 +400,7 @@ def test_time_left_is_judged_by_the_steps_that_this_display_saw(monkeypatch: pyt
     now = [100.0]
     monkeypatch.setattr("vime_client.driver.display.time.monotonic", lambda: now[0])
     progress = Progress("r", 100, step=90)
-    console = Console(width=160, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console = Console(width=160, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115  the console keeps it
     panel = Panel(console, progress)
 
     def drawn() -> str:
@@ -417,7 +417,7 @@ def test_time_left_is_judged_by_the_steps_that_this_display_saw(monkeypatch: pyt
 def test_lines_say_what_is_waited_for_only_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("vime_client.driver.display.time.monotonic", lambda: now[0])
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  the console keeps it
     progress = Progress("r", 10)
     lines = Lines(console, progress)
     progress.activity = "waits for engines"

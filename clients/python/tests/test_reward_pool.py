@@ -274,7 +274,7 @@ async def test_a_closed_pool_refuses_and_wakes_who_waits(rewards: Path) -> None:
 
 async def _readers_that_are_left(start: Callable[[], Awaitable[object]]) -> list[object]:
     """Sockets that the event loop still listens to and did not before."""
-    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]  # private to asyncio's loop
     before = set(selector.get_map())
     await start()
     await asyncio.sleep(0.05)

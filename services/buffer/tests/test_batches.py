@@ -395,7 +395,7 @@ def test_a_group_that_never_fits_costs_its_prompt_and_not_the_run(make_desk):
         with pytest.raises(ResourceExhausted):
             desk.insert(large, payload=b"x" * 6000)
         assert desk.batch(1).blocked is Blocked.GENERATING
-        assert desk.call(lambda ledger: leases.fail_prompt(ledger, large.lease_id, Failure.GENERATION, "")) is last  # noqa: B023
+        assert desk.call(lambda ledger: leases.fail_prompt(ledger, large.lease_id, Failure.GENERATION, "")) is last  # noqa: B023  called at once
         for lease in desk.lease(1).leases:
             large = lease
     assert desk.counts().given_up == {"GENERATION": 1}

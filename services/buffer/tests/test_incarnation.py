@@ -6,7 +6,7 @@ import pytest
 
 from vime_buffer import incarnation, leases, views
 from vime_buffer.testing import RUN_ID
-from vime_buffer.values import Blocked, Failure, Outcome, State, Version
+from vime_buffer.values import Blocked, Failure, Outcome, Version
 from vime_service.errors import (
     FailedPrecondition,
     FleetOwned,
@@ -433,28 +433,6 @@ def test_k27_a_prompt_that_takes_five_times_longer_is_trained_in_every_epoch(mak
             step += 1
     assert trained == [f"train/train:{epoch}:{index}" for epoch in range(3) for index in range(8)]
     assert desk.counts().evicted == {}
-
-
-def test_states_are_the_contract_s():
-    from vime.buffer.v1 import table_service_pb2 as pb
-
-    for state in State:
-        if 1 <= state <= 7:
-            assert pb.GroupState.Name(state) == f"GROUP_STATE_{state.name}"
-
-
-def test_enums_are_the_contract_s():
-    from vime.buffer.v1 import batch_service_pb2 as batch_pb
-    from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
-    from vime_buffer.values import Failure, Outcome
-
-    for blocked in Blocked:
-        name = "UNSPECIFIED" if blocked is Blocked.NOT else blocked.name
-        assert prompt_pb.BlockReason.Name(blocked) == f"BLOCK_REASON_{name}"
-    for failure in Failure:
-        assert prompt_pb.FailureClass.Name(failure) == f"FAILURE_CLASS_{failure.name}"
-    for outcome in Outcome:
-        assert batch_pb.StepOutcome.Name(outcome) == f"STEP_OUTCOME_{outcome.name}"
 
 
 def test_a_reader_of_an_older_payload_does_not_mark_the_newer_one(make_desk):

@@ -132,7 +132,7 @@ class LoadingCore(Core):
     async def _long(self, *args: object, **options: object) -> list[object]:
         return await asyncio.shield(self._work())  # a caller that leaves stops nothing in another process
 
-    collective_rpc = sleep = wake_up = _long  # type: ignore[assignment]
+    collective_rpc = sleep = wake_up = _long  # type: ignore[assignment]  # one method stands for three
 
 
 @pytest.mark.parametrize("method", ["_rpc", "sleep", "wake"])

@@ -83,7 +83,7 @@ async def connected(channel: grpc.aio.Channel, seconds: float) -> None:
     Not gRPC's `wait_for_ready`: it lasts as long as the call's deadline, which for a step is half an hour, and tells no
     reason.
     """
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError):  # the call after it says why
         async with asyncio.timeout(seconds):
             await channel.channel_ready()
 

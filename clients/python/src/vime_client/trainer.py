@@ -75,7 +75,7 @@ class TrainerClient:
             answer = await self._stub.AcquireMode(pb.AcquireModeRequest(holder=holder, ttl=ttl), timeout=CALL_SECONDS)
         try:
             yield SingleSteps(self._stub, answer.mode_lease_id, self._connected)
-        except BaseException:
+        except BaseException:  # a cancel gives the lease back, too
             try:
                 await self._release(answer.mode_lease_id)
             except RpcError as error:  # it runs out; what the block raised says more

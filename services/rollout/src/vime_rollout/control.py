@@ -75,9 +75,9 @@ class Control:
             self._held.asleep = self._updater.asleep = True
             try:
                 return await self._engine.sleep()
-            except Exception as error:
+            except Exception as error:  # vLLM's core says what failed in exceptions of any kind
                 # Whether it sleeps is not known: it is woken before it goes on, now or by the next Resume.
-                with contextlib.suppress(EngineFailed):
+                with contextlib.suppress(EngineFailed):  # the error below says what came first
                     await self._go_on()
                 raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
 
@@ -103,7 +103,7 @@ class Control:
         running = [i for i, sample in self._traffic.running.items() if not sample.ended]
         try:
             await self._engine.pause(mode)
-        except Exception as error:
+        except Exception as error:  # of any kind, as above
             await self._go_on()
             raise EngineFailed(f"the engine did not pause: {error}", cause=error) from error
         self.note = ""
@@ -117,7 +117,7 @@ class Control:
                 await self._engine.wake()
             if held is not None:
                 await self._engine.resume()
-        except Exception as error:
+        except Exception as error:  # of any kind, as above
             raise EngineFailed(f"the engine did not go on: {error}", cause=error) from error
         await self._traffic.open(_HOLDER)
         self._cancel_expiry()

@@ -40,7 +40,7 @@ class Heartbeat:
         if not self._beats:  # no router, or not that far yet
             return
         self.beat_now()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # a router that is gone hears nothing, and holds nobody up
             async with asyncio.timeout(self._core.config.router.timeout_seconds):
                 await self._said_draining.wait()
 

@@ -218,7 +218,7 @@ class Updater:
         """Whatever stops the preparing, the caller's deadline too, takes the update back: it may be sent again."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # a cancel, too; every branch raises
             self._weights.refused(version)
             if isinstance(error, WeightsRefused):
                 raise ManifestRefused(str(error), name=error.name) from error
@@ -361,7 +361,7 @@ class Updater:
             return
         try:
             await self._engine.resume()
-        except Exception as error:
+        except Exception as error:  # vLLM's core says what failed in exceptions of any kind
             reason = f"the engine did not go on after version {version} was given up: {error!r}"
             self._weights.mark_dirty(reason)
             self._traffic.break_off(reason)

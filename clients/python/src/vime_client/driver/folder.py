@@ -46,9 +46,9 @@ class RunFolder:
             return
         for place in _written(self.path) - self.before:
             if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(place, ignore_errors=True)  # never raises, see above
             else:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # likewise
                     place.unlink()
         if self.aside is not None:
             try:
@@ -89,7 +89,7 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
     try:
         (path / "services").mkdir(parents=True, exist_ok=True)
         _write(path / "services" / "run.json", run)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, must leave what was there before
         folder.undo()
         raise
     return folder

@@ -53,7 +53,7 @@ class HeldLeases:
         while True:
             self._changed.clear()
             if (left := beaten + self._period() - loop.time()) > 0:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # the beat is due
                     async with asyncio.timeout(left):
                         await self._changed.wait()  # a lease with a shorter life may have come
                 continue

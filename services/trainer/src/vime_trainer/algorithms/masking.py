@@ -61,7 +61,7 @@ class Mask:
     def difference(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """`zero(x_BT - y_BT)` in one buffer, with gradient in `x_BT` alone."""
         bits_BT = self._bits(_INTEGER[x_BT.element_size()])
-        zeroed: Tensor = _Difference.apply(x_BT, y_BT.detach(), bits_BT)  # type: ignore[no-untyped-call]
+        zeroed: Tensor = _Difference.apply(x_BT, y_BT.detach(), bits_BT)  # type: ignore[no-untyped-call]  # torch's
         return zeroed
 
     def _bits(self, integer: torch.dtype) -> Tensor:
