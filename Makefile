@@ -14,7 +14,6 @@ DISTS := services/common clients/python services/buffer services/router services
 # --no-compile: bytecode of 3 GB takes a minute and a half; what is imported is compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup protos demo test test-all test-peers unit integration e2e lint types contracts bench chaos clean

@@ -104,6 +104,14 @@ def test_each_service_gets_its_own_section_and_the_addresses_of_the_others(recip
     assert rollout["vllm"]["max_model_len"] == 64
 
 
+def test_the_launcher_lays_no_device_over_the_services(recipe: Path, tmp_path: Path) -> None:
+    """On CUDA an engine without compilation does not start: engine and ranks set what belongs to their device."""
+    loaded = load_recipe(recipe)
+    ports = {name: 20000 + i for i, name in enumerate(service_names(loaded))}
+    env = write_plan(loaded, recipe.parent, tmp_path / "run", "r-1", ports).env
+    assert not [name for name in env if name.startswith(("VLLM_", "OMP_", "TORCH"))]
+
+
 def test_a_worker_knows_reward_routes_and_deadline_of_each_table(recipe: Path) -> None:
     settings = worker_settings(load_recipe(recipe), recipe.parent, "a:1", "b:2", "w")
     assert settings.tables["train"].generation_timeout_s == 20

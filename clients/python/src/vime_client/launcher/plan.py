@@ -67,14 +67,9 @@ class RunPlan(ConfigModel):
 _QUEUE_S = 10.0
 """How long a call waits in the router for an engine, at most."""
 _STAGE = {"worker": 0, "trainer": 1, "rollout": 2, "router": 3, "buffer": 4}
-# Threads of several processes on few cores slow each other down 10 to 30 times; compilation costs seconds on CPU.
+# What depends on a device (threads, compilation) is set by the engine and the ranks themselves, who know theirs.
 _ENV = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }

@@ -8,9 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-# Before torch: mcore's fusions are torch.compile, which on CPU would compile C++ for minutes.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
 
 def main() -> int:
     """Run until told to exit. 0: told to; 1: the service is gone or the rank failed."""
@@ -30,6 +27,11 @@ def main() -> int:
 
     die_with_parent(int(os.environ["VIME_PARENT_PID"]))
     config = load_config(TrainerConfig, arguments.config)
+    if config.trainer.engine.device == "cpu":  # before torch is imported
+        # mcore's fusions are torch.compile, which on CPU would compile C++ for minutes.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Threads of several processes on few cores slow each other down 10 to 30 times.
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.engine.threads))
     name = f"trainer-rank-{os.environ['RANK']}"
     setup_logging(name, config.log)
 
