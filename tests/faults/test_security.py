@@ -174,7 +174,7 @@ async def test_every_role_may_call_what_the_guide_grants_it_and_nothing_else(
     granted = {
         ("worker", "vime.buffer.v1.PromptService"): names("vime.buffer.v1.PromptService"),
         ("trainer", "vime.buffer.v1.BatchService"): names("vime.buffer.v1.BatchService"),
-        ("trainer", "vime.buffer.v1.TableService"): {"GetTable"},
+        ("trainer", "vime.buffer.v1.TableService"): {"GetTable", "ListGroups"},
         ("worker", "router", "vime.rollout.v1.GenerationService"): names("vime.rollout.v1.GenerationService"),
         ("engine", "vime.router.v1.RouterService"): {"Heartbeat"},
         ("trainer", "vime.router.v1.RouterService"): {"ListMembers"},

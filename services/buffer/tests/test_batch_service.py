@@ -140,3 +140,53 @@ async def test_an_eval_round_over_the_wire(tmp_path):
         assert result.version == call.version(0)
         (lease,) = (await call.lease()).leases
         assert lease.table == "train"
+
+
+async def test_unusable_groups_leave_their_batch_and_people_can_see_them(tmp_path):
+    async with buffer(tmp_path) as call:
+        await call.begin()
+        leases = (await call.lease()).leases
+        groups = [proto_group(lease) for lease in leases]
+        groups[0].samples[1].engine_id = "rollout-1"
+        for lease, group in zip(leases, groups, strict=True):
+            await call.insert(lease, group)
+        (bad, good) = (await call.batch(1)).groups
+        request = batch_pb.QuarantineGroupsRequest(incarnation=1, train_step=1)
+        request.groups.add(group_id=bad.group_id, attempt=bad.attempt, detail="row 3 repeats expert 5")
+        for _ in range(2):
+            done = await call.batches.QuarantineGroups(request, timeout=10)
+            assert (done.requeued, done.given_up) == (1, 0)
+        listed = await call.tables.ListQuarantined(table_pb.ListQuarantinedRequest(), timeout=10)
+        (row,) = listed.groups
+        assert (row.group_id, row.attempt, row.prompt_id, row.train_step) == (bad.group_id, 0, "train:0:0", 1)
+        assert (row.detail, row.worker_id, list(row.engine_ids)) == ("row 3 repeats expert 5", "w", ["rollout-1"])
+        assert (row.bytes, row.kept) == (groups[0].ByteSize(), True)
+        wanted = table_pb.GetQuarantinedRequest(group_id=bad.group_id)
+        assert (await call.tables.GetQuarantined(wanted, timeout=10)).group == groups[0]
+        info = (await call.tables.GetTable(table_pb.GetTableRequest(name="train"), timeout=10)).table
+        assert dict(info.counts.groups_dropped) == {"unusable": 1}
+        (lease,) = (await call.lease()).leases
+        assert (lease.group_id, lease.attempt) == (bad.group_id, 1)
+        await call.insert(lease)
+        assert [group.group_id for group in (await call.batch(1)).groups] == [bad.group_id, good.group_id]
+
+
+async def test_too_many_unusable_groups_in_a_row_end_the_run_but_are_not_served_again(tmp_path):
+    train = {
+        "source": {"path": str(tmp_path / "train.jsonl")},
+        "sampling": {"max_tokens": 8},
+        "groups_per_step": 2,
+        "max_unusable_in_a_row": 1,
+    }
+    async with buffer(tmp_path, {"train": train}) as call:
+        await call.begin()
+        for lease in (await call.lease()).leases:
+            await call.insert(lease)
+        request = batch_pb.QuarantineGroupsRequest(incarnation=1, train_step=1)
+        for group in (await call.batch(1)).groups:
+            request.groups.add(group_id=group.group_id, detail=f"NaN in {group.group_id}")
+        error = await refused(call.batches.QuarantineGroups(request, timeout=10))
+        assert error.reason == "WRONG_STATE"
+        assert "2 groups in a row (limit max_unusable_in_a_row 1); the last: train/train:0:1: NaN in" in error.message
+        await call.begin()
+        assert [lease.attempt for lease in (await call.lease()).leases] == [1, 1]

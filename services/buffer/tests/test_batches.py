@@ -179,7 +179,7 @@ def test_a_reward_that_always_fails_ends_in_an_error_that_quotes_it(make_desk):
     for _ in range(8):  # four prompts, twice each
         (lease, *_) = desk.lease(1).leases
         desk.call(partial(leases.fail_prompt, lease_id=lease.lease_id, failure=Failure.REWARD, detail=OOPS))
-    message = r"4 prompts in a row .* failed 2 times each \(limit 4 prompts\).*: ValueError: oops \(mine.py:2\)"
+    message = r"4 prompts in a row .*\(limit max_failures_in_a_row 4\).*:3, REWARD: ValueError: oops \(mine.py:2\)"
     with pytest.raises(FailedPrecondition, match=message):
         desk.batch(1)
     desk.begin()  # another incarnation may try again

@@ -24,8 +24,9 @@ from hypothesis.stateful import (
 )
 
 from vime_buffer import leases
+from vime_buffer.quarantine import quarantine_groups
 from vime_buffer.testing import RUN_ID, Desk, table, write_prompts
-from vime_buffer.values import Blocked, Failure, Outcome, State, Version
+from vime_buffer.values import Blocked, Failure, Outcome, State, Unusable, Version
 from vime_service.clock import ManualClock
 from vime_service.errors import FailedPrecondition, LeaseLost, ResumeOutOfRange
 
@@ -55,6 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.incarnation = 0
         self.left = {}  # ids that were dropped or given up, with the reason
         self.rewound = 0  # prompts that were under way after the last rewind
+        self.unusable = set()  # (group id, attempt) that training could not use
 
     # -------------------------------------------------------------- set-up
 
@@ -84,6 +86,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 publish_interval=self.interval,
                 selector=selector,
                 max_attempts=attempts,
+                max_unusable_in_a_row=10_000,
             )
         ]
         if evals:
@@ -198,8 +201,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease_batch(self):
         self.try_batch()
 
-    def try_batch(self):
-        step = self.leased + 1
+    def try_batch(self, step=None):
+        step = step or self.leased + 1
         try:
             answer = self.desk.batch(step)
         except FailedPrecondition as error:
@@ -211,6 +214,8 @@ class LedgerMachine(RuleBasedStateMachine):
         ids = [group.group_id for group in answer.groups]
         assert all(group.staleness <= self.k for group in answer.groups), "nothing is older than k"
         assert not set(ids) & set(self.left), "what was dropped or given up is not trained"
+        attempts = {(group.group_id, group.attempt) for group in answer.groups}
+        assert not attempts & self.unusable, "what training could not use is never served again"
         earlier = {group_id for s, batch in self.batches.items() if s < step for group_id in batch}
         assert not set(ids) & earlier, "nothing is trained twice"
         # Places that were made again may have stayed empty: their prompts were dropped or given up this time.
@@ -224,8 +229,36 @@ class LedgerMachine(RuleBasedStateMachine):
             assert not recorded, "a batch in the ledger is never chosen anew"
             assert len(ids) == self.gps or self.data_ended(), "a batch is whole until the data ends"
         self.batches[step] = ids
-        self.leased = step
+        self.leased = max(self.leased, step)
+        self.trim()
         return answer
+
+    def trim(self):
+        """Of the batches that are leased, the last ones that have nothing left are leased no more."""
+        while self.leased > self.completed and not set(self.batches[self.leased]) - set(self.left):
+            self.leased -= 1
+
+    @precondition(lambda self: self.leased > self.completed)
+    @rule(data=st.data(), twice=st.booleans())
+    def quarantine(self, data, twice):
+        step = data.draw(st.integers(self.completed + 1, self.leased))
+        answer = self.try_batch(step)
+        if answer is None or answer.blocked is not Blocked.NOT:
+            return
+        self.take_out(step, data.draw(st.lists(st.sampled_from(answer.groups), min_size=1, unique=True)), twice)
+
+    def take_out(self, step, bad, twice=False):
+        if not bad:
+            return
+        groups = [Unusable(group.group_id, group.attempt, "bad") for group in bad]
+        work = lambda ledger: quarantine_groups(ledger, self.incarnation, step, "train", groups)  # noqa: E731
+        done = self.desk.call(work)
+        assert done.requeued + done.given_up == len(bad)
+        if twice:
+            assert self.desk.call(work) == done
+        self.unusable |= {(group.group_id, group.attempt) for group in bad}
+        self.note_given_up()
+        self.trim()
 
     def data_ended(self):
         return len(self.admitted()) == len(self.all_ids)
@@ -242,26 +275,25 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lease_batch_again(self, data):
         if self.leased > self.completed:
-            step = data.draw(st.integers(self.completed + 1, self.leased))
-            answer = self.desk.batch(step)
-            assert [group.group_id for group in answer.groups] == self.batches[step]
+            self.try_batch(data.draw(st.integers(self.completed + 1, self.leased)))
 
-    @rule(wanted=st.integers(1, 8), slow=st.booleans())
-    def work(self, wanted, slow):
+    @rule(wanted=st.integers(1, 8), slow=st.booleans(), bad=st.integers(0, 2))
+    def work(self, wanted, slow, bad):
         """What workers and trainer do when nothing goes wrong; without it few runs get far enough to lose much."""
         leases = self.desk.lease(wanted).leases
         self.held += leases[: int(slow)]  # one takes longer than all others
         for lease in leases[int(slow) :]:
             self.desk.insert(lease)
         self.try_batch()
+        if bad and self.leased > self.completed:
+            self.take_out(self.leased, self.desk.batch(self.leased).groups[:bad])
         if self.leased > self.completed:
             self.do_complete(skipped=False)
 
     @precondition(lambda self: self.leased > self.completed)
     @rule(skipped=st.booleans(), twice=st.booleans())
     def complete(self, skipped, twice):
-        self.do_complete(skipped)
-        if twice:
+        if self.do_complete(skipped) and twice:
             self.desk.complete(
                 self.completed,
                 Outcome.SKIPPED if skipped else Outcome.TRAINED,
@@ -270,6 +302,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def do_complete(self, skipped):
         step = self.completed + 1
+        answer = self.try_batch(step)
+        if answer is None or answer.blocked is not Blocked.NOT:
+            return False
         trained = self.trained_since_publish + (not skipped)
         publish = not skipped and trained >= self.interval
         outcome = Outcome.SKIPPED if skipped else Outcome.TRAINED
@@ -278,6 +313,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.skipped = {s for s in self.skipped if s < step} | ({step} if skipped else set())
         if publish:
             self.published = step
+        return True
 
     skipped: set[int] = frozenset()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vime_buffer.config import BufferConfig
-from vime_buffer.settings import changed_fields
+from vime_buffer.settings import BOUNDS_IN_A_ROW, changed_fields
 from vime_buffer.testing import table, write_prompts
 from vime_service.config import ConfigError, load_config
 from vime_service.errors import ImpossibleConfig, InexactSampling, InvalidArgument
@@ -49,7 +49,7 @@ def test_sampling_that_the_trainer_cannot_reproduce_is_refused_for_training_only
     table(prompts, name="eval/x", sampling={"max_tokens": 8, **sampling})
 
 
-@pytest.mark.parametrize("setting", ["groups_per_step", "max_staleness", "capacity", "max_drops_in_a_row"])
+@pytest.mark.parametrize("setting", ["groups_per_step", "max_staleness", "capacity", *BOUNDS_IN_A_ROW])
 def test_a_setting_without_effect_on_an_eval_table_is_refused(prompts, setting):
     with pytest.raises(InvalidArgument, match=f"{setting} 4 has no effect"):
         table(prompts, name="eval/x", **{setting: 4})
@@ -76,6 +76,8 @@ def test_the_path_is_no_setting_but_everything_else_is(prompts, tmp_path):
         "groups_per_step",
         "capacity",
         "max_drops_in_a_row",
+        "max_failures_in_a_row",
+        "max_unusable_in_a_row",
     ]
 
 

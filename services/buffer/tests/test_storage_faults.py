@@ -108,7 +108,7 @@ def test_a_ledger_of_a_later_schema_is_not_touched(make_desk, ledger_dir):
     connection = sqlite3.connect(ledger_dir / "ledger" / "ledger.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(DataLoss, match="has schema 99; this version reads schemas up to 2"):
+    with pytest.raises(DataLoss, match="has schema 99; this version reads schemas up to 3"):
         make_desk()
 
 
@@ -208,23 +208,37 @@ def test_a_slow_buffer_still_ends_leases(make_desk, beat):
     assert desk.keep_alive([dead.lease_id]) == ([dead.lease_id], 0)
 
 
-def test_a_ledger_of_the_schema_before_goes_on(make_desk, ledger_dir):
+TO_2 = (
+    "DROP TABLE quarantined; ALTER TABLE run DROP COLUMN model; ALTER TABLE tables DROP COLUMN unusable_in_a_row; "
+    "ALTER TABLE groups DROP COLUMN lease_sampling; ALTER TABLE groups DROP COLUMN inserted_by; "
+    "ALTER TABLE groups DROP COLUMN engines; PRAGMA user_version = 2;"
+)
+TO_1 = (
+    "DROP INDEX groups_request; ALTER TABLE groups DROP COLUMN request_id; "
+    "ALTER TABLE batches DROP COLUMN published; PRAGMA user_version = 1;"
+)
+
+
+@pytest.mark.parametrize("back", [TO_2, TO_2 + TO_1])
+def test_a_ledger_of_a_schema_before_goes_on(make_desk, ledger_dir, back):
     desk = make_desk()
     desk.begin()
     desk.train(1)
     leases = desk.lease().leases
     desk.close()
     connection = sqlite3.connect(ledger_dir / "ledger" / "ledger.sqlite")
-    connection.executescript(
-        "DROP INDEX groups_request; ALTER TABLE groups DROP COLUMN request_id; "
-        "ALTER TABLE batches DROP COLUMN published; PRAGMA user_version = 1"
-    )
+    connection.executescript(back)
     connection.close()
     desk = make_desk()
-    desk.complete(1)  # what was published then is not known any more
-    desk.complete(1, publish=False)
+    desk.complete(1)
+    if TO_1 in back:
+        desk.complete(1, publish=False)  # what was published then is not known any more
     for lease in leases:
         desk.insert(lease)
+    first = desk.batch(2).groups[0].group_id
+    assert desk.quarantine(2, first).requeued == 1
+    (lease,) = desk.lease().leases
+    desk.insert(lease)
     desk.batch(2)
     desk.complete(2)
     with pytest.raises(FailedPrecondition, match=r"published_version \{1, 2\}, not unset"):

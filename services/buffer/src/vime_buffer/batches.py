@@ -11,13 +11,13 @@ from vime_buffer.admission import exhausted, may_admit, occupancy_counts
 from vime_buffer.evals import holding, open_due_rounds, opened_at, will_hold
 from vime_buffer.ledger import Ledger, RunState, Table
 from vime_buffer.limiter import staleness
+from vime_buffer.quarantine import check_unusable, drop_empty_batches
 from vime_buffer.selectors import Candidate
 from vime_buffer.values import EVICT_STALE, BatchAnswer, BatchGroup, Blocked, Completed, Outcome, State, Version
 from vime_service.errors import FailedPrecondition, InvalidArgument, WrongStep
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
-_FEWEST_UNREWARDED = 4
 _WANTED_FROM = 0.8
 """Share of the room for consumed groups from which CompleteStep asks for a checkpoint: one more batch should fit."""
 
@@ -28,7 +28,8 @@ def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *,
     Raises:
         StaleIncarnation, NotFound: see `Ledger`.
         WrongStep: the step is neither leased nor the next.
-        FailedPrecondition: filters dropped too many groups in a row.
+        FailedPrecondition: filters dropped too many groups in a row, too many prompts in a row were
+            given up, or training could not use too many in a row.
     """
     run = ledger.check_incarnation(incarnation)
     table = ledger.table(table_name)
@@ -38,7 +39,7 @@ def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *,
         )
     batch = ledger.db.one("SELECT * FROM batches WHERE step = ?", step)
     if batch is not None and batch["state"] == "leased" and batch["table_id"] == table.id:
-        return BatchAnswer(_groups_of(ledger, step), replayed=True)
+        return _leased(ledger, run, table, step, workers_ask)
     if step != run.leased_step + 1 or (batch is not None and batch["table_id"] != table.id):
         _wrong_step(ledger, step, run, batch)
     held = _held(ledger, run, table)
@@ -85,15 +86,33 @@ def _held(ledger: Ledger, run: RunState, table: Table) -> BatchAnswer | None:
     return None
 
 
+def _leased(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer:
+    """The batch again; once what training could not use is made anew, or without it where its prompts were given up."""
+    rows = _rows_of(ledger, step)
+    if not rows and _take_the_next(ledger, table, step):
+        drop_empty_batches(ledger)
+        rows = _rows_of(ledger, step)
+    if not rows:  # batches of other tables follow, or it would not be leased any more
+        return _select(ledger, run, table, step, workers_ask)
+    if any(row["state"] not in (State.STORED, State.LEASED) for row in rows):
+        return _blocked(ledger, run, table, workers_ask)
+    ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
+    return BatchAnswer(_groups_of(ledger, step), replayed=True)
+
+
+def _rows_of(ledger: Ledger, step: int) -> list[sqlite3.Row]:
+    return ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+
+
 def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer | None:
     """The batch as an earlier incarnation leased it; None if nothing is left of it.
 
     Replay is exact, with one exception: where an earlier step was skipped then and changed the weights now, a group may
     have grown older than `max_staleness`. Such a group is made again in its place.
     """
-    rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+    rows = _rows_of(ledger, step)
     if not rows and _take_the_next(ledger, table, step):
-        rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
+        rows = _rows_of(ledger, step)
     old = [row for row in rows if row["state"] == State.STORED and _too_old(ledger, table, step, row)]
     if old and run.completed_step < step - 1:  # a step on the way may be skipped again, as it was then
         return BatchAnswer(blocked=Blocked.ADMISSION, counts=occupancy_counts(ledger, run, table))
@@ -143,6 +162,7 @@ def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
         # At the end of the data the last batch is what is left: a shorter batch, never prompts that vanish.
         wanted = min(size, len(candidates)) if ended else size
         if wanted == 0:
+            _check_failures(ledger, table)
             return BatchAnswer(blocked=Blocked.END_OF_DATA, counts=occupancy_counts(ledger, run, table))
         choice = table.selector.choose(candidates, wanted)
         for candidate in choice.evict:
@@ -152,14 +172,13 @@ def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
             break
     if not choice.take:
         _check_drops(ledger, table)
-        _check_rewards(ledger, table)
         return _blocked(ledger, run, table, workers_ask)
-    ledger.db.run("INSERT INTO batches (step, table_id, state) VALUES (?, ?, 'leased')", step, table.id)
+    ledger.db.run("INSERT OR REPLACE INTO batches (step, table_id, state) VALUES (?, ?, 'leased')", step, table.id)
     ledger.db.many(
         "UPDATE groups SET state = ?, train_step = ?, place = ? WHERE id = ?",
         [(State.LEASED, step, place, c.row) for place, c in enumerate(choice.take)],
     )
-    ledger.db.run("UPDATE run SET leased_step = ?", step)
+    ledger.db.run("UPDATE run SET leased_step = max(leased_step, ?)", step)
     return BatchAnswer(_groups_of(ledger, step))
 
 
@@ -205,21 +224,21 @@ def _check_drops(ledger: Ledger, table: Table) -> None:
         )
 
 
-def _check_rewards(ledger: Ledger, table: Table) -> None:
-    """A reward that always fails would go through all prompts without an end."""
-    number = ledger.unrewarded_in_a_row[table.id]
-    limit = max(_FEWEST_UNREWARDED, 2 * table.settings.groups_per_step)
+def _check_failures(ledger: Ledger, table: Table) -> None:
+    """What fails for every prompt would go through all of them, and end as the end of the data."""
+    number, limit = ledger.failed_in_a_row[table.id], table.settings.max_failures_in_a_row
     if number >= limit:
-        why = ledger.reward_failure.get(table.id, "unknown")
         raise FailedPrecondition(
-            f'table "{table.name}": {number} prompts in a row were given up because their reward failed '
-            f"{table.settings.max_attempts} times each (limit {limit} prompts), so no batch can fill; the last: {why}",
-            state=f"unrewarded_in_a_row {number}",
+            f'table "{table.name}": {number} prompts in a row were given up (limit max_failures_in_a_row {limit}), '
+            f"so no batch can fill; the last: {ledger.last_failure.get(table.id, 'unknown')}",
+            state=f"failed_in_a_row {number}",
             wanted=f"fewer than {limit}",
         )
 
 
 def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> BatchAnswer:
+    _check_failures(ledger, table)
+    check_unusable(ledger, table)
     counts = occupancy_counts(ledger, run, table)
     consumed = _consumed_bytes(ledger)
     if counts["open"] and consumed and _no_group_fits(ledger, table):  # a checkpoint would make room
@@ -248,7 +267,6 @@ def _no_group_fits(ledger: Ledger, table: Table) -> bool:
 def _groups_of(ledger: Ledger, step: int) -> tuple[BatchGroup, ...]:
     run_id = ledger.options.run_id
     skipped = ledger.skipped_steps()
-    rows = ledger.db.all("SELECT * FROM groups WHERE train_step = ? ORDER BY place", step)
     return tuple(
         BatchGroup(
             group_id=row["group_id"],
@@ -257,7 +275,7 @@ def _groups_of(ledger: Ledger, step: int) -> tuple[BatchGroup, ...]:
             oldest=Version(run_id, row["oldest_incarnation"], row["oldest_step"]),
             staleness=staleness(step, row["oldest_step"], skipped),
         )
-        for row in rows
+        for row in _rows_of(ledger, step)
     )
 
 
@@ -301,13 +319,28 @@ def complete_step(
             step=step,
             expected=run.completed_step + 1,
         )
+    _check_whole(ledger, step)
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ? AND state = 3", State.CONSUMED, step)
+    if outcome is Outcome.TRAINED:
+        ledger.db.run("UPDATE tables SET unusable_in_a_row = 0 WHERE id = ?", table.id)
     ledger.db.run("UPDATE batches SET state = 'completed', outcome = ? WHERE step = ?", outcome, step)
     ledger.db.run("UPDATE run SET completed_step = ?", step)
     _set_published(ledger, step, published)
     opened = _after_step(ledger, step, final)
     ledger.workers_may_go_on = True
     return Completed(_checkpoint_wanted(ledger, batch["table_id"]), opened)
+
+
+def _check_whole(ledger: Ledger, step: int) -> None:
+    rows = _rows_of(ledger, step)
+    left = [row["group_id"] for row in rows if row["state"] != State.LEASED]
+    if left or not rows:
+        raise FailedPrecondition(
+            f"the batch of step {step} is not whole: {len(left)} of {len(rows)} groups are made again since training "
+            f"could not use them{', the first ' + left[0] if left else ''}; lease it again",
+            state=f"{len(left)} of {len(rows)} missing",
+            wanted="whole",
+        )
 
 
 def _completed_again(

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vime_buffer import batches, catalog, evals, incarnation, leases, views
+from vime_buffer import batches, catalog, evals, incarnation, leases, quarantine, views
 from vime_buffer.changes import Changes
 from vime_buffer.content import GroupContent, GroupRules
 from vime_buffer.digests import payload_digest
@@ -30,12 +30,16 @@ from vime_buffer.values import (
     GroupFacts,
     GroupRow,
     Insert,
+    ModelLimits,
     Opened,
     Outcome,
     Place,
     PromptAnswer,
+    Quarantine,
+    QuarantinedRow,
     RoundResult,
     State,
+    Unusable,
     Version,
 )
 from vime_buffer.writer import Writer
@@ -246,12 +250,19 @@ class Buffer:
     # -------------------------------------------------------------- the trainer
 
     async def open_incarnation(
-        self, run_id: str, resume_step: int, highest_known: int, recipe_digest: str, *, regenerate: bool
+        self,
+        run_id: str,
+        resume_step: int,
+        highest_known: int,
+        recipe_digest: str,
+        *,
+        regenerate: bool,
+        model: ModelLimits | None = None,
     ) -> Opened:
         """See `incarnation.open_incarnation`."""
         return await self._write(
             lambda ledger: incarnation.open_incarnation(
-                ledger, run_id, resume_step, highest_known, recipe_digest, regenerate=regenerate
+                ledger, run_id, resume_step, highest_known, recipe_digest, regenerate=regenerate, model=model
             )
         )
 
@@ -288,6 +299,18 @@ class Buffer:
         return await self._write(
             lambda ledger: batches.checkpoint_committed(ledger, incarnation_, step, oldest_kept_step)
         )
+
+    async def quarantine_groups(
+        self, incarnation_: int, step: int, table: str, groups: Sequence[Unusable]
+    ) -> Quarantine:
+        """See `quarantine.quarantine_groups`.
+
+        Raises:
+            FailedPrecondition: more groups in a row were unusable than the table allows; they leave all the same.
+        """
+        done = await self._write(lambda ledger: quarantine.quarantine_groups(ledger, incarnation_, step, table, groups))
+        await self._write(lambda ledger: quarantine.check_unusable(ledger, ledger.table(table)))
+        return done
 
     async def get_groups(self, group_ids: Sequence[str], message_bytes: int) -> AsyncIterator[list[bytes]]:
         """Payloads in the order asked for, in lists of up to `message_bytes` (or one larger payload).
@@ -374,10 +397,18 @@ class Buffer:
         return self._reader.submit(self._snapshot, _all_tables).result(timeout=5.0)
 
     async def list_groups(
-        self, table: str, state: State | None, train_step: int | None, page_token: str, limit: int
+        self, table: str, state: State | None, train_step: int | None, eval_step: int | None, token: str, limit: int
     ) -> tuple[list[GroupRow], str]:
         """See `views.list_groups`."""
-        return await self._read(lambda db: views.list_groups(db, table, state, train_step, page_token, limit))
+        return await self._read(lambda db: views.list_groups(db, table, state, train_step, eval_step, token, limit))
+
+    async def list_quarantined(self, table: str, token: str, limit: int) -> tuple[list[QuarantinedRow], str]:
+        """See `quarantine.list_quarantined`."""
+        return await self._read(lambda db: quarantine.list_quarantined(db, table, token, limit))
+
+    async def quarantined_payload(self, group_id: str, attempt: int) -> bytes:
+        """See `quarantine.quarantined_payload`."""
+        return await self._read(lambda db: quarantine.quarantined_payload(db, group_id, attempt))
 
     # -------------------------------------------------------------- threads
 

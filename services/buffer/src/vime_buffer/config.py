@@ -26,6 +26,8 @@ class BufferSettings(ConfigModel):
     """Size at which a segment file is closed and the next begun; payloads are deleted by whole segments."""
     max_bytes: int = Field(default=64 << 30, ge=1)
     """Byte budget of all payloads; beyond it InsertGroup answers FULL until a checkpoint frees some."""
+    quarantine_bytes: int = Field(default=256 << 20, ge=0)
+    """Byte budget of groups that training could not use, kept beside the others for people; the newest are kept."""
     max_group_bytes: int = Field(default=48 << 20, ge=1)
     """Largest group; must fit into one message."""
     source_roots: tuple[Path, ...] = ()

@@ -58,6 +58,7 @@ class SampleContent:
     reward: float | None
     unscored_reason: str
     trajectory_id: str
+    engine_id: str = ""
 
     @property
     def consumed_tokens(self) -> int:

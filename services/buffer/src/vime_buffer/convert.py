@@ -9,13 +9,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime.buffer.v1 import table_service_pb2 as table_pb
+from vime.common.v1 import engine_pb2 as engine_pb
 from vime.common.v1 import tensor_pb2 as tensor_pb
 from vime.common.v1 import trajectory_pb2 as trajectory_pb
 from vime.common.v1 import weight_version_pb2 as version_pb
 from vime_buffer.content import GroupContent, RouteSegment, RouteTrace, SampleContent, Span
 from vime_buffer.messages import chat_message
 from vime_buffer.settings import TableSettings
-from vime_buffer.values import GroupRow, LeaseGrant, PromptRecord, Version
+from vime_buffer.values import GroupRow, LeaseGrant, ModelLimits, PromptRecord, QuarantinedRow, Version
 from vime_buffer.views import Counts, TableView
 
 _SELECTORS = {
@@ -44,6 +45,17 @@ def version_to_proto(version: Version) -> version_pb.WeightVersion:
 def version_from_proto(version: version_pb.WeightVersion) -> Version:
     """A version from the wire."""
     return Version(version.run_id, version.incarnation, version.step)
+
+
+def model_from_proto(model: engine_pb.ModelDescription) -> ModelLimits:
+    """A model's limits from the wire."""
+    return ModelLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        moe_layer_ids=tuple(model.moe_layer_ids),
+        num_experts=model.num_experts,
+        top_k=model.experts_per_token,
+    )
 
 
 # ------------------------------------------------------------------ leases
@@ -119,6 +131,7 @@ def _sample(sample: trajectory_pb.Sample) -> SampleContent:
         reward=sample.reward if sample.HasField("reward") else None,
         unscored_reason=_UNSCORED.get(sample.unscored_reason, ""),
         trajectory_id=sample.trajectory_id,
+        engine_id=sample.engine_id,
     )
 
 
@@ -177,6 +190,8 @@ def settings_from_proto(config: table_pb.TableConfig) -> dict[str, Any]:
         "reward": config.reward,
         "require_routes": config.require_routes,
         "max_drops_in_a_row": config.max_drops_in_a_row,
+        "max_failures_in_a_row": config.max_failures_in_a_row,
+        "max_unusable_in_a_row": config.max_unusable_in_a_row,
     }
     data = {key: value for key, value in data.items() if value or key == "samples_per_prompt"}
     # A selector of a newer contract must not silently become the default one.
@@ -258,4 +273,19 @@ def group_row_to_proto(row: GroupRow) -> table_pb.GroupInfo:
         bytes=row.nbytes,
         oldest_version=version_to_proto(row.oldest) if row.oldest else None,
         mean_reward=row.mean_reward,
+    )
+
+
+def quarantined_to_proto(row: QuarantinedRow) -> table_pb.QuarantinedGroup:
+    """A line of the listing of quarantined groups on the wire."""
+    return table_pb.QuarantinedGroup(
+        group_id=row.group_id,
+        attempt=row.attempt,
+        prompt_id=row.prompt_id,
+        train_step=row.train_step,
+        detail=row.detail,
+        worker_id=row.worker_id,
+        engine_ids=row.engines,
+        bytes=row.nbytes,
+        kept=row.kept,
     )

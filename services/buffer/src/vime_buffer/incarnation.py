@@ -16,6 +16,7 @@ from vime_buffer.values import (
     EVICT_CORRUPTED,
     EVICT_LOST_LINEAGE,
     EVICT_REGENERATED,
+    ModelLimits,
     Opened,
     Outcome,
     Place,
@@ -29,13 +30,21 @@ _log = get_logger(__name__)
 
 
 def open_incarnation(
-    ledger: Ledger, run_id: str, resume_step: int, highest_known: int, recipe_digest: str, *, regenerate: bool
+    ledger: Ledger,
+    run_id: str,
+    resume_step: int,
+    highest_known: int,
+    recipe_digest: str,
+    *,
+    regenerate: bool,
+    model: ModelLimits | None = None,
 ) -> Opened:
     """Grant max(own, highest_known) + 1 and rewind to `resume_step`, in one transaction.
 
     Args:
         recipe_digest: of the training recipe; "" says nothing about it.
         regenerate: accept steps that the ledger does not cover.
+        model: what groups are held to from now on; None: nothing is known of it.
 
     Raises:
         FleetOwned: another run's id.
@@ -59,14 +68,16 @@ def open_incarnation(
     _settle(ledger, resume_step)
     rewound, again = _rewind(ledger, resume_step, evict=changed)
     requeued += again + rewind_rounds(ledger, resume_step)
-    ledger.db.run("UPDATE tables SET closed = 0, drops_in_a_row = 0")
-    ledger.unrewarded_in_a_row.clear()
+    ledger.db.run("UPDATE tables SET closed = 0, drops_in_a_row = 0, unusable_in_a_row = 0")
+    ledger.failed_in_a_row.clear()
     ledger.db.run(
         "UPDATE run SET incarnation = ?, resume_step = ?, recipe_digest = ?, policy_incarnation = NULL, "
-        "policy_step = NULL, leased_step = ?, completed_step = ?, oldest_kept_step = ?",
+        "policy_step = NULL, leased_step = ?, completed_step = ?, oldest_kept_step = ?, model = ?",
         incarnation, resume_step, recipe_digest or run.recipe_digest, resume_step, resume_step,
         oldest if oldest <= resume_step <= newest else resume_step,  # whatever follows it is made anew and kept
+        model.stored() if model else None,
     )  # fmt: skip
+    ledger.model = model
     last = max(ledger.db.value("SELECT coalesce(max(step), 0) FROM batches"), resume_step)
     _log.info(
         "incarnation opened", incarnation=incarnation, resume_step=resume_step, last_ledger_step=last,

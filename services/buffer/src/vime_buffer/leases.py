@@ -39,6 +39,8 @@ _log = get_logger(__name__)
 MAX_DROP_REASONS = 64
 """Reasons of one table that have a count of their own."""
 _ATTEMPT = re.compile("[0-9]{1,10}")
+_QUOTED = 300
+"""Characters of a failure's detail that LeaseBatch quotes."""
 
 
 def lease_prompts(
@@ -201,13 +203,13 @@ def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     ledger.db.run(
         f"UPDATE groups SET state = ?, segment = ?, offset = ?, bytes = ?, digest = ?, sample_tokens = ?, "
         f"oldest_incarnation = ?, oldest_step = ?, newest_step = ?, rewards = ?, truncated = ?, response_tokens = ?, "
-        f"{NO_LEASE} WHERE id = ?",
+        f"inserted_by = ?, engines = ?, {NO_LEASE} WHERE id = ?",
         State.STORED, place.segment, place.offset, place.nbytes, insert.digest, json.dumps(facts.sample_tokens),
         oldest.incarnation, oldest.step, newest.step, json.dumps(facts.rewards), facts.truncated,
-        facts.response_tokens, row["id"],
+        facts.response_tokens, row["worker_id"], json.dumps(facts.engines), row["id"],
     )  # fmt: skip
     ledger.bump(table.id, "inserted")
-    ledger.unrewarded_in_a_row[table.id] = 0
+    ledger.failed_in_a_row[table.id] = 0
     if ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id):
         ledger.workers_may_go_on = True  # too many drops may have held them
     if row["eval_step"] is not None:
@@ -230,7 +232,7 @@ def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     ledger.bump(row["table_id"], "inserted")
     ledger.bump(row["table_id"], "dropped", reason)
     ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
-    ledger.unrewarded_in_a_row[row["table_id"]] = 0
+    ledger.failed_in_a_row[row["table_id"]] = 0
     ledger.workers_may_go_on = True
 
 
@@ -281,9 +283,7 @@ def fail_prompt(ledger: Ledger, lease_id: str, failure: Failure, detail: str) ->
     row = ledger.db.one("SELECT * FROM groups WHERE lease_id = ?", lease_id)
     if row is None:
         return _ended_before(ledger, lease_id)
-    if failure is Failure.REWARD:
-        ledger.reward_failure[row["table_id"]] = detail[:300] or "without a word"
-    given_up = end_attempt(ledger, row, failure.name, counts=failure is not Failure.SHUTDOWN)
+    given_up = end_attempt(ledger, row, failure.name, detail, counts=failure is not Failure.SHUTDOWN)
     _log.info("lease given back", lease_id=lease_id, failure=failure.name, given_up=given_up, detail=detail[:200])
     return given_up
 
@@ -305,15 +305,16 @@ def _ended_before(ledger: Ledger, lease_id: str) -> bool:
     )
 
 
-def end_attempt(ledger: Ledger, row: Any, reason: str, *, counts: bool = True) -> bool:
-    """End an open lease without a group; True if the prompt is given up."""
+def end_attempt(ledger: Ledger, row: Any, reason: str, detail: str = "", *, counts: bool = True) -> bool:
+    """End an open lease without a group; True if the prompt is given up: attempts are used up, or can never help."""
     table = ledger.table_by_id(row["table_id"])
-    last = counts and row["failures"] + 1 >= table.settings.max_attempts
+    last = counts and (reason == Failure.INVALID.name or row["failures"] + 1 >= table.settings.max_attempts)
     if counts:
         ledger.db.run("UPDATE groups SET failures = failures + 1 WHERE id = ?", row["id"])
+        ledger.last_failure[table.id] = f"{row['group_id']}, {reason}: {detail[:_QUOTED] or 'without a word'}"
     if last:
         ledger.give_up(row, reason)
-        ledger.unrewarded_in_a_row[table.id] += reason == Failure.REWARD.name
+        ledger.failed_in_a_row[table.id] += 1
         if row["eval_step"] is not None:
             finish_round_if_done(ledger, table, row["eval_step"])
     else:
@@ -330,8 +331,8 @@ def expire_due(ledger: Ledger) -> int:
             ledger.lease_ended(lease_id)
             continue
         outlived = ledger.lease_times.outlived(lease_id)
-        given_up = end_attempt(ledger, row, Failure.TIMEOUT.name if outlived else GIVE_UP_EXPIRED)
         why = "lease ended after max_lease, though it was kept alive" if outlived else "lease expired"
+        given_up = end_attempt(ledger, row, Failure.TIMEOUT.name if outlived else GIVE_UP_EXPIRED, why)
         _log.warning(why, lease_id=lease_id, worker_id=row["worker_id"], given_up=given_up)
     return len(due)
 

@@ -21,7 +21,7 @@ from vime_buffer.segments import RECORD_OVERHEAD, Segments, make_folder, storage
 from vime_buffer.selectors import Selector, make_selector
 from vime_buffer.settings import TableSettings
 from vime_buffer.sources import JsonlSource
-from vime_buffer.values import State, Version
+from vime_buffer.values import ModelLimits, State, Version
 from vime_service.clock import Clock
 from vime_service.errors import FailedPrecondition, FleetOwned, NotFound, StaleIncarnation
 from vime_service.logging import get_logger
@@ -30,9 +30,13 @@ _log = get_logger(__name__)
 
 NO_PAYLOAD = (
     "segment = NULL, offset = NULL, bytes = 0, digest = NULL, sample_tokens = NULL, oldest_incarnation = NULL, "
-    "oldest_step = NULL, newest_step = NULL, rewards = NULL, truncated = 0, response_tokens = 0, corrupted = 0"
+    "oldest_step = NULL, newest_step = NULL, rewards = NULL, truncated = 0, response_tokens = 0, corrupted = 0, "
+    "inserted_by = NULL, engines = NULL"
 )
-NO_LEASE = "lease_id = NULL, worker_id = NULL, request_id = NULL, fence_incarnation = NULL, fence_step = NULL"
+NO_LEASE = (
+    "lease_id = NULL, worker_id = NULL, request_id = NULL, fence_incarnation = NULL, fence_step = NULL, "
+    "lease_sampling = NULL"
+)
 
 _DEAF_S = 1.0
 """The sweep has the writer look twice a second. If that did not happen for this long, the process or its disk stood
@@ -80,6 +84,7 @@ class LedgerOptions:
     seed: int
     segment_bytes: int = 64 << 20
     max_bytes: int = 64 << 30
+    quarantine_bytes: int = 256 << 20
     source_paths: Mapping[str, Path] = field(default_factory=dict)
     """Where the configuration says that the sources of tables are now; elsewhere they are where they were."""
 
@@ -103,11 +108,13 @@ class Ledger:
         self.lease_times = LeaseTimes()
         self._looked_at = self._answered_at = clock.now()
         self.workers_may_go_on = False
-        self.unrewarded_in_a_row: Counter[int] = Counter()
-        """By table id: prompts given up for their reward since a group was last inserted; anew after a restart."""
-        self.reward_failure: dict[int, str] = {}
-        """By table id: how the last reward failed, for people."""
         """A prompt or a slot became free since the last commit: workers that wait are to look again."""
+        self.model: ModelLimits | None = None
+        """The model that is trained, as its trainer described it; of `run.model`."""
+        self.failed_in_a_row: Counter[int] = Counter()
+        """By table id: prompts given up since a group was last inserted; anew after a restart."""
+        self.last_failure: dict[int, str] = {}
+        """By table id: how the last attempt failed, for people."""
         self.segments_may_have_died = False
         """Payloads went since the last commit."""
         self.refused_bytes: dict[str, int] = {}
@@ -164,6 +171,7 @@ class Ledger:
 
     def recover(self) -> None:
         """Forget what an undone transaction left in memory; open leases that are not known get a fresh time."""
+        self.model = ModelLimits.of(self.db.value("SELECT model FROM run"))
         settings = {row["name"]: row["settings"] for row in self.db.all("SELECT name, settings FROM tables")}
         for name in [name for name in self.tables if name not in settings]:
             self.tables.pop(name).source.close()

@@ -9,17 +9,43 @@ from typing import Any
 
 from vime_service.errors import DataLoss, InvalidArgument, StorageFailed, VimeError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_QUARANTINED = """
+-- Groups that training could not use: taken out of their batch, counted as dropped{unusable}, kept for people.
+CREATE TABLE quarantined (
+    id INTEGER PRIMARY KEY,
+    table_id INTEGER NOT NULL,
+    group_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    prompt_id TEXT NOT NULL,
+    train_step INTEGER NOT NULL,
+    detail TEXT NOT NULL,
+    worker_id TEXT NOT NULL,
+    engines TEXT NOT NULL,               -- JSON array
+    bytes INTEGER NOT NULL,
+    payload BLOB,                        -- NULL once newer ones have taken its room
+    given_up INTEGER NOT NULL,           -- that was its prompt's last attempt
+    UNIQUE (group_id, attempt)
+);
+CREATE INDEX quarantined_table ON quarantined (table_id, id);
+"""
 _MIGRATIONS = {
     1: """
 ALTER TABLE groups ADD COLUMN request_id TEXT;
 CREATE INDEX groups_request ON groups (request_id) WHERE request_id IS NOT NULL;
 ALTER TABLE batches ADD COLUMN published INTEGER;
-"""
+""",
+    2: f"""
+ALTER TABLE run ADD COLUMN model TEXT;
+ALTER TABLE tables ADD COLUMN unusable_in_a_row INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE groups ADD COLUMN lease_sampling TEXT;
+ALTER TABLE groups ADD COLUMN inserted_by TEXT;
+ALTER TABLE groups ADD COLUMN engines TEXT;
+{_QUARANTINED}""",
 }
 """What makes a ledger of a version one of the next; a folder outlives the program that began it."""
 
-_SCHEMA = """
+_SCHEMA = f"""
 -- One row: the run, its incarnation, the policy version (NULL until announced) and how far it is.
 CREATE TABLE run (
     id INTEGER PRIMARY KEY CHECK (id = 1),
@@ -32,7 +58,8 @@ CREATE TABLE run (
     policy_step INTEGER,
     leased_step INTEGER NOT NULL DEFAULT 0,
     completed_step INTEGER NOT NULL DEFAULT 0,
-    oldest_kept_step INTEGER NOT NULL DEFAULT 0
+    oldest_kept_step INTEGER NOT NULL DEFAULT 0,
+    model TEXT                           -- ModelLimits as JSON; NULL: nothing is known of it
 );
 
 CREATE TABLE tables (
@@ -44,13 +71,14 @@ CREATE TABLE tables (
     position INTEGER NOT NULL DEFAULT 0,
     next_admission INTEGER NOT NULL DEFAULT 1,
     closed INTEGER NOT NULL DEFAULT 0,
-    drops_in_a_row INTEGER NOT NULL DEFAULT 0
+    drops_in_a_row INTEGER NOT NULL DEFAULT 0,
+    unusable_in_a_row INTEGER NOT NULL DEFAULT 0 -- groups quarantined since a step was trained
 );
 
 -- Events that happened, ever. The laws compare them with the rows of `groups` and `evictions`.
 CREATE TABLE events (
     table_id INTEGER NOT NULL,
-    kind TEXT NOT NULL,                  -- drawn, inserted, requeued, given_up
+    kind TEXT NOT NULL,                  -- drawn, inserted, requeued, given_up, dropped
     reason TEXT NOT NULL DEFAULT '',
     n INTEGER NOT NULL,
     PRIMARY KEY (table_id, kind, reason)
@@ -76,6 +104,7 @@ CREATE TABLE groups (
     request_id TEXT,                     -- of the LeasePrompts call that the lease answered; NULL if it named none
     fence_incarnation INTEGER,
     fence_step INTEGER,
+    lease_sampling TEXT,                 -- SamplingSettings of the lease as JSON: the table's may change meanwhile
     train_step INTEGER,                  -- the batch it belongs to, also while a rewind made it stored again
     place INTEGER,                       -- position in that batch
     segment INTEGER,
@@ -88,7 +117,9 @@ CREATE TABLE groups (
     newest_step INTEGER,
     rewards TEXT,                        -- JSON array: rewards of scored samples
     truncated INTEGER NOT NULL DEFAULT 0,
-    response_tokens INTEGER NOT NULL DEFAULT 0
+    response_tokens INTEGER NOT NULL DEFAULT 0,
+    inserted_by TEXT,                    -- the worker
+    engines TEXT                         -- JSON array: engines that generated it
 );
 CREATE UNIQUE INDEX groups_order ON groups (table_id, admission);
 CREATE INDEX groups_state ON groups (table_id, state, admission, bytes);
@@ -118,6 +149,7 @@ CREATE TABLE evictions (
 );
 CREATE INDEX evictions_reason ON evictions (table_id, reason);
 
+{_QUARANTINED}
 -- Eval rounds. A version of NULL waits for the next AnnounceVersion.
 CREATE TABLE rounds (
     table_id INTEGER NOT NULL,

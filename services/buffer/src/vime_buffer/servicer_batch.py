@@ -10,7 +10,7 @@ from vime.buffer.v1 import batch_service_pb2_grpc
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime_buffer import convert
 from vime_buffer.buffer import Buffer
-from vime_buffer.values import BatchGroup, Outcome
+from vime_buffer.values import BatchGroup, Outcome, Unusable
 from vime_service.deadlines import patience
 from vime_service.errors import InvalidArgument
 
@@ -32,6 +32,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             request.highest_known,
             request.recipe_digest,
             regenerate=request.regenerate,
+            model=convert.model_from_proto(request.model) if request.HasField("model") else None,
         )
         return pb.OpenIncarnationResponse(
             incarnation=opened.incarnation,
@@ -80,6 +81,15 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             request.incarnation, request.train_step, request.oldest_kept_step
         )
         return pb.CheckpointCommittedResponse(retired_groups=groups, freed_bytes=freed)
+
+    async def QuarantineGroups(self, request: pb.QuarantineGroupsRequest, context: Any) -> pb.QuarantineGroupsResponse:
+        done = await self._buffer.quarantine_groups(
+            request.incarnation,
+            request.train_step,
+            request.table or _DEFAULT_TABLE,
+            [Unusable(group.group_id, group.attempt, group.detail) for group in request.groups],
+        )
+        return pb.QuarantineGroupsResponse(requeued=done.requeued, given_up=done.given_up)
 
     async def GetGroups(self, request: pb.GetGroupsRequest, context: Any) -> AsyncIterator[pb.GetGroupsResponse]:
         async for payloads in self._buffer.get_groups(list(request.group_ids), _MESSAGE_BYTES):

@@ -64,6 +64,7 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
             request.table,
             _state(request.state),
             request.train_step if request.HasField("train_step") else None,
+            request.eval_step if request.HasField("eval_step") else None,
             request.page_token,
             _page_size(request.page_size),
         )
@@ -72,6 +73,18 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
     async def DeleteGroups(self, request: pb.DeleteGroupsRequest, context: Any) -> pb.DeleteGroupsResponse:
         deleted = await self._buffer.delete_groups(request.table, list(request.group_ids))
         return pb.DeleteGroupsResponse(deleted=deleted)
+
+    async def ListQuarantined(self, request: pb.ListQuarantinedRequest, context: Any) -> pb.ListQuarantinedResponse:
+        rows, token = await self._buffer.list_quarantined(
+            request.table or "train", request.page_token, _page_size(request.page_size)
+        )
+        groups = [convert.quarantined_to_proto(row) for row in rows]
+        return pb.ListQuarantinedResponse(groups=groups, next_page_token=token)
+
+    async def GetQuarantined(self, request: pb.GetQuarantinedRequest, context: Any) -> pb.GetQuarantinedResponse:
+        response = pb.GetQuarantinedResponse()
+        response.group.ParseFromString(await self._buffer.quarantined_payload(request.group_id, request.attempt))
+        return response
 
     def _settings(self, config: pb.TableConfig) -> TableSettings:
         data = convert.settings_from_proto(config)

@@ -19,7 +19,17 @@ _GIB = 1 << 30
 _LONGEST_TTL = 86400
 _MAX_TTLS = 20
 
-MUTABLE = ("sampling", "max_attempts", "lease_ttl", "max_lease", "eval_interval", "retained_bytes")
+BOUNDS_IN_A_ROW = ("max_drops_in_a_row", "max_failures_in_a_row", "max_unusable_in_a_row")
+_FEWEST_IN_A_ROW = 4
+MUTABLE = (
+    "sampling",
+    "max_attempts",
+    "lease_ttl",
+    "max_lease",
+    "eval_interval",
+    "retained_bytes",
+    *BOUNDS_IN_A_ROW,
+)
 """Settings that may change while a table runs."""
 
 
@@ -121,6 +131,12 @@ class TableSettings(ConfigModel):
     """Groups must have routing traces."""
     max_drops_in_a_row: int = Field(default=0, ge=0, lt=2**32)
     """Groups that filters may drop in a row before LeaseBatch fails; 0 means 20 x groups_per_step."""
+    max_failures_in_a_row: int = Field(default=0, ge=0, lt=2**32)
+    """Prompts that may be given up in a row, whatever failed, before LeaseBatch fails; 0 means 2 x groups_per_step, and
+    not below 4."""
+    max_unusable_in_a_row: int = Field(default=0, ge=0, lt=2**32)
+    """Groups that training may refuse without training a step in between before the run is told; 0 means
+    2 x groups_per_step, and not below 4."""
 
     @field_validator("name")
     @classmethod
@@ -157,6 +173,9 @@ class TableSettings(ConfigModel):
         if not self.is_eval:
             changes["capacity"] = self.capacity or (self.max_staleness + 1) * self.groups_per_step
             changes["max_drops_in_a_row"] = self.max_drops_in_a_row or 20 * self.groups_per_step
+            few = max(_FEWEST_IN_A_ROW, 2 * self.groups_per_step)
+            changes["max_failures_in_a_row"] = self.max_failures_in_a_row or few
+            changes["max_unusable_in_a_row"] = self.max_unusable_in_a_row or few
         return self.model_copy(update=changes)
 
 
@@ -216,7 +235,7 @@ def _check_train(table: TableSettings) -> None:
 
 
 def _check_eval(table: TableSettings) -> None:
-    for field in ("groups_per_step", "max_staleness", "capacity", "max_drops_in_a_row"):
+    for field in ("groups_per_step", "max_staleness", "capacity", *BOUNDS_IN_A_ROW):
         value = getattr(table, field)
         if value:
             raise InvalidArgument(

@@ -19,7 +19,7 @@ from vime.common.v1.trajectory_pb2 import (
     TrajectoryGroup,
 )
 from vime.common.v1.weight_version_pb2 import VersionSpan
-from vime_buffer import batches, catalog, incarnation, leases, views
+from vime_buffer import batches, catalog, incarnation, leases, quarantine, views
 from vime_buffer.digests import payload_digest
 from vime_buffer.ledger import Ledger, LedgerOptions
 from vime_buffer.settings import TableSettings, check_table
@@ -32,6 +32,8 @@ from vime_buffer.values import (
     Opened,
     Outcome,
     PromptAnswer,
+    Quarantine,
+    Unusable,
     Version,
 )
 from vime_buffer.writer import Writer
@@ -172,6 +174,13 @@ class Desk:
         """LeaseBatch."""
         own = self.incarnation
         return self.call(lambda ledger: batches.lease_batch(ledger, own, step, table_name, workers_ask=True))
+
+    def quarantine(self, step: int, *group_ids: str, detail: str = "bad", table_name: str = "train") -> Quarantine:
+        """QuarantineGroups of the attempts that the batch holds."""
+        own = self.incarnation
+        attempts = {group.group_id: group.attempt for group in self.batch(step, table_name).groups}
+        unusable = [Unusable(group_id, attempts[group_id], detail) for group_id in group_ids]
+        return self.call(lambda ledger: quarantine.quarantine_groups(ledger, own, step, table_name, unusable))
 
     def complete(
         self,

@@ -17,6 +17,9 @@ from vime_buffer.routes import check_routes
 from vime_buffer.values import DROP_DELETED, GroupFacts, Version
 from vime_service.errors import BadRoutingTrace, InvalidArgument, LengthMismatch
 
+_LONGEST_NAME = 128
+_ENGINES = 16
+"""Engines of one group that are remembered by name."""
 _REASON = re.compile("[a-z0-9_]{1,64}")
 
 
@@ -198,6 +201,7 @@ def _facts(group: GroupContent) -> GroupFacts:
         truncated=sum(1 for sample in group.samples if sample.status == "TRUNCATED"),
         rewards=tuple(sample.reward for sample in group.samples if sample.reward is not None),
         versions=tuple(sorted(versions, key=lambda version: (version.step, version.incarnation))),
+        engines=tuple(sorted({sample.engine_id[:_LONGEST_NAME] for sample in group.samples} - {""})[:_ENGINES]),
     )
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+
+from vime_service.errors import InvalidArgument
+
+_PAGE_TOKEN = re.compile("[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Failure(IntEnum):
     TIMEOUT = 3
     SHUTDOWN = 4
     USER_CODE = 5
+    INVALID = 6
+    """Nobody can generate it, whoever tries: it is given up at once."""
 
 
 class Outcome(IntEnum):
@@ -89,9 +97,35 @@ EVICT_CORRUPTED = "CORRUPTED"
 GIVE_UP_EXPIRED = "EXPIRED"
 DROP_DELETED = "deleted"
 DROP_OTHER = "other"
+UNUSABLE = "unusable"
+"""Groups that training could not use: the reason under which they count as dropped, and their prompts as given up."""
 
 PAYLOAD_STATES = (State.STORED, State.LEASED, State.CONSUMED)
 """States of groups whose payload is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What every trajectory of the model keeps; 0 and empty are not known."""
+
+    vocab_size: int = 0
+    max_model_len: int = 0
+    """Longest prompt + response in tokens."""
+    moe_layer_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    top_k: int = 0
+
+    def stored(self) -> str:
+        """As the ledger keeps it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str | None) -> ModelLimits | None:
+        """From the ledger."""
+        if text is None:
+            return None
+        data = json.loads(text)
+        return cls(**{**data, "moe_layer_ids": tuple(data["moe_layer_ids"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +142,17 @@ class PromptRecord:
     def prompt_id(self) -> str:
         """Unique within the run."""
         return prompt_id(self.source, self.epoch, self.index)
+
+
+def page_start(token: str) -> int:
+    """The row id that a page token stands for; 0 where there is none.
+
+    Raises:
+        InvalidArgument: not a token of ours.
+    """
+    if token and not _PAGE_TOKEN.fullmatch(token):
+        raise InvalidArgument(f'"{token[:80]}" is no page token', field="page_token", value=token[:80])
+    return int(token or 0)
 
 
 def prompt_id(source: str, epoch: int, index: int) -> str:
@@ -161,6 +206,8 @@ class GroupFacts:
     """Rewards of the scored samples."""
     versions: tuple[Version, ...]
     """Every version in the spans once, the oldest first; none if no sample has a response."""
+    engines: tuple[str, ...] = ()
+    """Engines that generated it, as their samples name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +240,38 @@ class BatchAnswer:
     blocked: Blocked = Blocked.NOT
     counts: Mapping[str, int] = field(default_factory=dict)
     replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A group that training found it cannot use."""
+
+    group_id: str
+    attempt: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """What QuarantineGroups did: how many prompts wait again, and how many are given up."""
+
+    requeued: int
+    given_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedRow:
+    """One line of the listing of quarantined groups."""
+
+    group_id: str
+    attempt: int
+    prompt_id: str
+    train_step: int
+    detail: str
+    worker_id: str
+    engines: tuple[str, ...]
+    nbytes: int
+    kept: bool
 
 
 @dataclass(frozen=True, slots=True)

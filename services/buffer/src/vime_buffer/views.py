@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vime_buffer.limiter import Limits, Occupancy, free_slots
 from vime_buffer.schema import Database
 from vime_buffer.settings import TableSettings
-from vime_buffer.values import PAYLOAD_STATES, GroupRow, Place, State, Version
-from vime_service.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
-
-_PAGE_TOKEN = re.compile("[0-9]{1,19}")
+from vime_buffer.values import PAYLOAD_STATES, UNUSABLE, GroupRow, Place, State, Version, page_start
+from vime_service.errors import DataLoss, FailedPrecondition, NotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +99,11 @@ def table_counts(db: Database, table_id: int, settings: TableSettings, unpublish
         for row in db.all("SELECT kind, reason, n FROM events WHERE table_id = ?", table_id)
     }
     dropped = db.all(
-        "SELECT reason, count(*) AS n FROM groups WHERE table_id = ? AND state = ? GROUP BY reason",
-        table_id,
-        State.DROPPED,
-    )
+        "SELECT reason, sum(n) AS n FROM ("
+        "SELECT reason, count(*) AS n FROM groups WHERE table_id = ? AND state = ? GROUP BY reason UNION ALL "
+        "SELECT ?, count(*) FROM quarantined WHERE table_id = ? GROUP BY table_id) GROUP BY reason",
+        table_id, State.DROPPED, UNUSABLE, table_id,
+    )  # fmt: skip
     evicted = db.all("SELECT reason, count(*) AS n FROM evictions WHERE table_id = ? GROUP BY reason", table_id)
     occupancy = Occupancy(states.get(State.OPEN, 0), states.get(State.STORED, 0), states.get(State.LEASED, 0))
     limits = Limits(settings.groups_per_step, settings.max_staleness, settings.capacity)
@@ -130,7 +128,13 @@ def table_counts(db: Database, table_id: int, settings: TableSettings, unpublish
 
 
 def list_groups(
-    db: Database, table: str, state: State | None, train_step: int | None, page_token: str, limit: int
+    db: Database,
+    table: str,
+    state: State | None,
+    train_step: int | None,
+    eval_step: int | None,
+    page_token: str,
+    limit: int,
 ) -> tuple[list[GroupRow], str]:
     """A page of groups in admission order, and the token of the next page ("" on the last).
 
@@ -141,9 +145,7 @@ def list_groups(
     table_id = db.value("SELECT id FROM tables WHERE name = ?", table)
     if table_id is None:
         raise NotFound(f'there is no table "{table}"', kind="table", name=table)
-    if page_token and not _PAGE_TOKEN.fullmatch(page_token):
-        raise InvalidArgument(f'"{page_token}" is no page token', field="page_token", value=page_token)
-    after = int(page_token or 0)
+    after = page_start(page_token)
     if state is State.EVICTED:
         return _list_evicted(db, table_id, after, limit)
     where, values = "table_id = ? AND admission > ?", [table_id, after]
@@ -151,8 +153,9 @@ def list_groups(
         where, values = where + " AND state = ?", [*values, state]
     else:
         where += " AND state BETWEEN 1 AND 6"
-    if train_step is not None:
-        where, values = where + " AND train_step = ?", [*values, train_step]
+    for column, step in (("train_step", train_step), ("eval_step", eval_step)):
+        if step is not None:
+            where, values = f"{where} AND {column} = ?", [*values, step]
     rows = db.all(
         "SELECT groups.*, (SELECT run_id FROM run) AS run_id, (SELECT avg(value) FROM json_each(rewards)) AS mean "
         f"FROM groups WHERE {where} ORDER BY admission LIMIT ?",

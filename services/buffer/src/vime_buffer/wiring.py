@@ -29,6 +29,7 @@ def open_ledger(settings: BufferSettings, clock: Clock) -> Ledger:
         seed=settings.seed,
         segment_bytes=settings.segment_bytes,
         max_bytes=settings.max_bytes,
+        quarantine_bytes=settings.quarantine_bytes,
         source_paths={name: table.source.path for name, table in settings.tables.items()},
     )
     ledger = Ledger(options, clock)
