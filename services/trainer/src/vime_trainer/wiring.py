@@ -15,6 +15,7 @@ from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.config import TrainerConfig
 from vime_trainer.controller import Trainer
 from vime_trainer.engine.errors import CheckpointError
+from vime_trainer.engine.shape import ModelShape
 from vime_trainer.loop.checkpoints import find_resume
 from vime_trainer.loop.events import EventLog, State, Status
 from vime_trainer.loop.loop import TrainingLoop
@@ -59,7 +60,8 @@ class Wiring:
         router = open_channel(settings.router_address, once)
         fleet = GrpcFleet(router, settings.publish, once)
         publisher = Publisher(settings.publish, fleet, self._ranks)
-        ledger = GrpcLedger(buffer, settings.table, settings.faults.regenerate)
+        model = ModelShape.from_hf(settings.model_path)
+        ledger = GrpcLedger(buffer, settings.table, settings.faults.regenerate, model)
         events, files = EventLog(), RunFiles(settings.run_dir)
         digest = recipe_digest(settings)
 

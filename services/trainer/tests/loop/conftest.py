@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from vime_client.errors import RpcError
 from vime_trainer.loop.ports import (
     Batch,
     Commit,
@@ -25,6 +27,7 @@ from vime_trainer.loop.ports import (
     Refused,
     Saved,
     Trained,
+    Unusable,
 )
 from vime_trainer.loop.versions import Version
 from vime_trainer.tools import fresh_model
@@ -97,6 +100,7 @@ class FakeRanks:
         self.loaded: list[str | None] = []
         self.sends: list[tuple[int, int]] = []
         self.skip: set[int] = set()
+        self.unusable: list[dict[str, str]] = []
         self.die_at: int | None = None
         self.send_fails: list[str] = []
         self.kept: list[int] = []
@@ -125,6 +129,8 @@ class FakeRanks:
         if self.die_at == step:
             self.die_at = None
             raise RankDied("rank 0 was killed by SIGKILL")
+        if self.unusable:
+            return Trained({}, True, [], {}, [], self.unusable.pop(0))
         self.trained.append(step)
         metrics = {"train/loss": 0.5, "perf/actor_train_time": 0.0, "train/grad_norm": 1.0}
         return Trained(metrics, step in self.skip, ['{"prompt": "1+1="}'], {}, list(group_ids))
@@ -159,6 +165,8 @@ class FakeLedger:
         self.evals = evals or {}
         self.opened_from: list[tuple[int, int]] = []
         self.retained_at: int | None = None
+        self.quarantined: list[tuple[int, Unusable]] = []
+        self.max_unusable = 4
         self.always_full = False
         self.evals_end = True
         self.evals_hold = True
@@ -183,7 +191,13 @@ class FakeLedger:
         if self.empty_answers:
             self.empty_answers -= 1
             return Batch(blocked_by="generating", counts={"open": 3})
-        return Batch([Group(f"g{step}-{i}", 4, 40, 0, None) for i in range(2)])
+        attempt = 1 + sum(at == step for at, _ in self.quarantined)
+        return Batch([Group(f"g{step}-{i}", 4, 40, 0, None, attempt) for i in range(2)])
+
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
+        self.quarantined += [(step, group) for group in groups]
+        if len(self.quarantined) > self.max_unusable:
+            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "5 groups in a row", reason="WRONG_STATE")
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool

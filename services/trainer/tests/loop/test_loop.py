@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from vime_client.errors import RpcError
 from vime_trainer.config import CheckpointConfig, FaultConfig, TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, StepEvent
 from vime_trainer.loop.loop import LoopFailed, TrainingLoop
-from vime_trainer.loop.ports import RankDied
+from vime_trainer.loop.ports import RankDied, Unusable
 from vime_trainer.loop.publisher import PublishConfig, Publisher
 from vime_trainer.loop.versions import Version
 from vime_trainer.run_files import RunFiles
@@ -278,3 +279,28 @@ async def test_metrics_hold_one_json_object_per_step_even_after_a_torn_line(buil
     lines = (loop.test_run_dir / "metrics.jsonl").read_text().splitlines()
     assert lines[0] == '{"step": 0, "torn'
     assert [json.loads(line)["step"] for line in lines[1:] if '"step":' in line] == [1, 2, 3, 4]
+
+
+async def test_groups_that_the_ranks_cannot_use_leave_the_batch_with_their_reason_and_the_step_is_trained(
+    build, make_ledger, ranks
+):
+    ledger = make_ledger()
+    ranks.unusable = [{"g1-1": "expert 9 at row 0"}, {"g1-0": "token ids 0..99", "g1-1": "by handle"}]
+    loop = build(ledger, steps=2)
+    await loop.run()
+    assert ledger.quarantined == [
+        (1, Unusable("g1-1", 1, "expert 9 at row 0")),
+        (1, Unusable("g1-0", 2, "token ids 0..99")),
+        (1, Unusable("g1-1", 2, "by handle")),
+    ]
+    assert ranks.trained == [1, 2]
+    assert [step for _, step, *_ in ledger.completed] == [1, 2]
+    assert loop.status.skipped_steps == 0
+    assert [r["rollout/unusable_groups"] for r in records(loop) if "step" in r] == [3, 0]
+
+
+async def test_a_ledger_that_has_had_enough_unusable_groups_ends_the_run_with_its_reason(build, make_ledger, ranks):
+    ranks.unusable = [{"g1-0": "expert 9"}] * 9
+    with pytest.raises(RpcError, match="5 groups in a row"):
+        await build(make_ledger()).run()
+    assert ranks.trained == []

@@ -44,6 +44,15 @@ async def test_a_failed_rank_ends_the_wait_for_the_others():
     await task
 
 
+async def test_the_others_may_still_answer_after_one_has_failed():
+    box: Mailbox = Mailbox(2, "secret")
+    running = asyncio.create_task(box.run("train", 5.0, failed=lambda result: True, peers_s=5.0))
+    await rank_loop(box, 0, [])
+    assert not running.done()
+    await rank_loop(box, 1, [])
+    assert await running == {0: "train by 0", 1: "train by 1"}
+
+
 async def test_a_death_wakes_whoever_waits():
     box: Mailbox = Mailbox(1, "secret")
     running = asyncio.create_task(box.run("train", 5.0))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from vime.common.v1.trajectory_pb2 import TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
-from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
+from vime_trainer.adapters.ranks import PEER_FAILED, CommandFailed, GrpcRanks
 from vime_trainer.loop.ports import RankDied
+from vime_trainer.loop.versions import Version
 from vime_trainer.ranks.processes import RankProcesses
 
 
@@ -41,15 +43,15 @@ def make_ranks(processes: Processes) -> GrpcRanks:
     return ranks
 
 
-async def _next(ranks: GrpcRanks, after: int) -> tuple[int, pb.NextCommandResponse]:
-    found = await ranks.mailbox.next(ranks.mailbox._launch_id, 0, after, 2.0)
+async def _next(ranks: GrpcRanks, after: int, rank: int = 0) -> tuple[int, pb.NextCommandResponse]:
+    found = await ranks.mailbox.next(ranks.mailbox._launch_id, rank, after, 2.0)
     assert found is not None
     return found
 
 
-async def _report(ranks: GrpcRanks, sequence: int, **result: object) -> None:
-    report = pb.ReportResultRequest(sequence=sequence, **result)
-    await ranks.mailbox.report(ranks.mailbox._launch_id, 0, sequence, report)
+async def _report(ranks: GrpcRanks, sequence: int, rank: int = 0, **result: object) -> None:
+    report = pb.ReportResultRequest(sequence=sequence, rank=rank, **result)
+    await ranks.mailbox.report(ranks.mailbox._launch_id, rank, sequence, report)
 
 
 async def test_ranks_whose_start_failed_are_started_again_and_not_taken_for_running():
@@ -110,15 +112,57 @@ async def test_a_caller_that_goes_away_leaves_the_command_its_turn_until_every_r
     await ranks.stop()
 
 
-async def test_ranks_that_one_of_them_left_alone_in_a_step_are_given_no_other_command():
+@pytest.mark.parametrize("name", ["train", "score", "save", "describe"])
+async def test_ranks_that_one_of_them_left_alone_are_given_no_other_command(monkeypatch, name):
+    monkeypatch.setattr("vime_trainer.adapters.ranks._PEERS_S", 0.05)
     ranks = make_ranks(Processes(world_size=2))
     await ranks.start()
-    training = asyncio.create_task(ranks.train_groups([], None))
+    calls = {
+        "train": lambda: ranks.train_groups([], None),
+        "score": lambda: ranks.score([], 1.0, replay=False),
+        "save": lambda: ranks.save(1, {}, hf=False),
+        "describe": lambda: ranks.describe(Version("run", 1, 1)),
+    }
+    running = asyncio.create_task(calls[name]())
     sequence, _ = await _next(ranks, 0)
-    await _report(ranks, sequence, error="GroupError: no sample", error_reason="INVALID_FIELD")
+    await _report(ranks, sequence, error="ValueError: no sample", error_reason="INVALID_FIELD")
     with pytest.raises(CommandFailed, match="no sample"):
-        await training
-    with pytest.raises(RankDied, match="the other ranks wait for it"):
+        await running
+    with pytest.raises(RankDied, match=r"ranks \[1\] wait for it"):
         await ranks.load(None)
     assert ranks.mailbox.used  # so that the next start makes fresh ones
+    await ranks.stop()
+
+
+async def test_a_failure_that_every_rank_tells_leaves_the_launch_well_and_quotes_the_rank_that_had_it():
+    ranks = make_ranks(Processes(world_size=2))
+    await ranks.start()
+    saving = asyncio.create_task(ranks.save(1, {}, hf=False))
+    sequence, _ = await _next(ranks, 0)
+    await _report(ranks, sequence, error="PeerFailed: another rank failed", error_reason=PEER_FAILED)
+    await _report(ranks, sequence, rank=1, error="CheckpointError: disk full", error_reason="INVALID_FIELD")
+    with pytest.raises(CommandFailed, match="rank 1 could not save: CheckpointError: disk full"):
+        await saving
+    scoring = asyncio.create_task(ranks.score([], 1.0, replay=False))
+    sequence, _ = await _next(ranks, sequence)
+    for rank in range(2):
+        await _report(ranks, sequence, rank=rank, score=pb.ScoreResult())
+    assert await scoring == []
+    await ranks.stop()
+
+
+async def test_groups_that_no_rank_can_train_are_refused_to_whoever_drives_and_the_ranks_go_on():
+    ranks = make_ranks(Processes())
+    await ranks.start()
+    with pytest.raises(CommandFailed, match="2 groups, but these ids are given more than once: a"):
+        await ranks.train_groups([TrajectoryGroup(group_id="a")] * 2, None)
+    training = asyncio.create_task(ranks.train_groups([TrajectoryGroup(group_id="a")], None))
+    sequence, _ = await _next(ranks, 0)
+    await _report(ranks, sequence, train=pb.TrainResult(skipped=True, unusable_groups={"a": "of another model"}))
+    with pytest.raises(CommandFailed, match="group a: of another model"):
+        await training
+    loading = asyncio.create_task(ranks.load(None))
+    sequence, _ = await _next(ranks, sequence)
+    await _report(ranks, sequence, load=pb.LoadResult(parameters=3))
+    assert (await loading).parameters == 3
     await ranks.stop()

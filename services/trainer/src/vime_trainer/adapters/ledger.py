@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
 from vime.buffer.v1 import batch_service_pb2 as pb
 from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
+from vime.common.v1.engine_pb2 import ModelDescription
 from vime_client.errors import RpcError
 from vime_trainer.adapters.patience import patiently
 from vime_trainer.adapters.protos import enum_name, to_seconds, version_from_proto, version_to_proto
-from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened
+from vime_trainer.engine.shape import ModelShape
+from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened, Unusable
 from vime_trainer.loop.versions import Version
 
 _CALL_S = 60.0
 # LeaseBatch answers an empty OK shortly before its deadline; the rest is for the way back.
 _MARGIN_S = 2.0
+_DETAIL_CHARS = 500
 _FINAL = (prompt_service_pb2.BLOCK_REASON_END_OF_DATA, prompt_service_pb2.BLOCK_REASON_CLOSED)
 
 
 class GrpcLedger:
     """Implements `loop.ports.Ledger`. Every call has a deadline and may be repeated: all are idempotent."""
 
-    def __init__(self, channel: grpc.aio.Channel, table: str = "train", regenerate: bool = False) -> None:
-        self._regenerate = regenerate
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        table: str = "train",
+        regenerate: bool = False,
+        model: ModelShape | None = None,
+    ) -> None:
+        """`model` is what is trained, so that the ledger refuses what it cannot have produced; unset: not said."""
+        self._model, self._regenerate = None if model is None else _description(model), regenerate
         self._batches, self._tables = BatchServiceStub(channel), TableServiceStub(channel)
         self._table = table
         self._holds: dict[str, bool] = {}
@@ -37,6 +49,7 @@ class GrpcLedger:
             highest_known=highest_known,
             recipe_digest=recipe_digest,
             regenerate=self._regenerate,
+            model=self._model,
         )
         try:
             answer = await patiently(
@@ -74,6 +87,7 @@ class GrpcLedger:
                     g.tokens,
                     g.staleness,
                     version_from_proto(g.oldest_version) if g.HasField("oldest_version") else None,
+                    g.attempt,
                 )
                 for g in answer.groups
             ],
@@ -82,6 +96,19 @@ class GrpcLedger:
             counts=dict(answer.counts),
             replayed=answer.replayed,
         )
+
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
+        """See the port."""
+        request = pb.QuarantineGroupsRequest(
+            incarnation=incarnation,
+            train_step=step,
+            table=self._table,
+            groups=[
+                pb.UnusableGroup(group_id=g.group_id, attempt=g.attempt, detail=g.detail[:_DETAIL_CHARS])
+                for g in groups
+            ],
+        )
+        await patiently("buffer.QuarantineGroups", lambda: self._batches.QuarantineGroups(request, timeout=_CALL_S))
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
@@ -164,3 +191,14 @@ class GrpcLedger:
         metrics = {f"buffer/{name}": float(value) for name, value in named.items()}
         metrics |= {f"rollout/dynamic_filter/drop_{why}": float(n) for why, n in counts.groups_dropped.items()}
         return metrics
+
+
+def _description(shape: ModelShape) -> ModelDescription:
+    return ModelDescription(
+        vocab_size=shape.vocab_size,
+        # The last token is never consumed, so it needs no position.
+        max_model_len=shape.max_position_embeddings + 1,
+        moe_layer_ids=shape.moe_layers,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.top_k,
+    )

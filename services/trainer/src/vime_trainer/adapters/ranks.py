@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
+PEER_FAILED = "RANK_DIED"
+"""Reason of a rank that is well and did not do its command because another failed."""
+
+# How long the other ranks have to answer once one has failed: they know by then, or wait for it in a collective.
+_PEERS_S = 15.0
+
 Command = pb.NextCommandResponse
 Result = pb.ReportResultRequest
 
@@ -119,17 +125,18 @@ class GrpcRanks:
         if mailbox is None:
             raise RankDied("the ranks are not started")
         try:
-            results = await mailbox.run(command, limit, lambda result: bool(result.error))
+            results = await mailbox.run(command, limit, lambda result: bool(result.error), _PEERS_S)
         except TimeoutError as error:  # a rank that hangs is as good as dead: only a restart frees it
             raise RankDied(str(error)) from error
-        for result in results.values():
-            if result.error:
-                failure = _error(command, result)
-                if command.HasField("train") and self._world_size > 1:
-                    # The others may wait in a collective for this rank; the next command must not meet them there.
-                    await mailbox.fail(RankDied(f"{failure}; the other ranks wait for it, only a restart frees them"))
-                raise failure
-        return list(results.values())
+        # A rank that failed only with another is not the one to quote.
+        failures = sorted((r for r in results.values() if r.error), key=lambda r: r.error_reason == PEER_FAILED)
+        if not failures:
+            return list(results.values())
+        failure = _error(command, failures[0])
+        if silent := sorted(set(range(self._world_size)) - set(results)):
+            # They wait in a collective for the rank that left it; the next command must not meet them there.
+            await mailbox.fail(RankDied(f"{failure}; ranks {silent} wait for it, only a restart frees them"))
+        raise failure
 
     async def load(self, checkpoint: str | None) -> Loaded:
         """See the port."""
@@ -159,15 +166,22 @@ class GrpcRanks:
         return _trained(await self._run(Command(train=command)))
 
     async def train_groups(self, groups: Sequence[TrajectoryGroup], learning_rate: float | None) -> Trained:
-        """Train a step on groups given by the caller, split over the ranks in turn."""
+        """Train a step on groups given by the caller, split over the ranks in turn. Groups that cannot be trained raise
+        CommandFailed: a caller that drives has nobody who would make them again."""
+        ids = [group.group_id for group in groups]
+        if twice := sorted({group_id for group_id in ids if ids.count(group_id) > 1}):
+            raise CommandFailed(f"{len(ids)} groups, but these ids are given more than once: {', '.join(twice)}")
         command = pb.TrainCommand(
             inline_groups=groups,
-            group_ids=[g.group_id for g in groups],
+            group_ids=ids,
             group_ranks=[i % self._world_size for i in range(len(groups))],
             learning_rate=learning_rate,
             score_without_replay=True,
         )
-        return _trained(await self._run(Command(train=command)))
+        trained = _trained(await self._run(Command(train=command)))
+        if trained.unusable_groups:
+            raise CommandFailed("; ".join(f"group {name}: {why}" for name, why in trained.unusable_groups.items()))
+        return trained
 
     async def score(self, samples: Sequence[Sample], temperature: float, replay: bool) -> list[list[float]]:
         """Logprobs of each sample's response, in order."""
@@ -221,8 +235,9 @@ def _error(command: Command, result: Result) -> Exception:
     message = f"rank {result.rank} could not {name}: {result.error}"
     if result.error_reason == "TRANSFER_FAILED" and name == "send":
         return Refused(message)
-    # A damaged group is made again by the next incarnation, in its place in the batch.
-    return RankDied(message) if result.error_reason == "CORRUPTED" else CommandFailed(message)
+    # A damaged group is made again by the next incarnation, in its place in the batch; a rank that failed with another
+    # which told nothing failed with a dead one.
+    return RankDied(message) if result.error_reason in ("CORRUPTED", PEER_FAILED) else CommandFailed(message)
 
 
 def _trained(results: Sequence[Result]) -> Trained:
@@ -233,4 +248,5 @@ def _trained(results: Sequence[Result]) -> Trained:
         sample_json=[text for part in parts for text in part.sample_json],
         left_out={name: why for part in parts for name, why in part.left_out.items()},
         trained_samples=[name for part in parts for name in part.trained_samples],
+        unusable_groups={name: why for part in parts for name, why in part.unusable_groups.items()},
     )

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vime_trainer.engine import hf, optimizer_state
+from vime_trainer.engine import distributed, hf, optimizer_state
 from vime_trainer.engine.distributed import all_reduce_max, data_parallel_rank
-from vime_trainer.engine.errors import CheckpointError
+from vime_trainer.engine.errors import CheckpointError, PeerFailed
 from vime_trainer.engine.optimizer import Updater
 from vime_trainer.engine.shape import ModelShape
 from vime_trainer.engine.store import Committed, Store, read_manifest
@@ -130,17 +130,12 @@ class Checkpointer:
 
     def _together(self, what: str, action: Callable[[], object], only_rank_0: bool = False) -> None:
         """Run `action`; if it failed on any rank, every rank raises, so that none waits for another for ever."""
-        failure: Exception | None = None
         try:
-            if not only_rank_0 or data_parallel_rank() == 0:
-                action()
+            distributed.together(what, lambda: action() if not only_rank_0 or data_parallel_rank() == 0 else None)
+        except PeerFailed as error:
+            raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError, CheckpointError, ValueError, TypeError) as error:
-            failure = error
-        failed = all_reduce_max(torch.tensor([float(failure is not None)], device=self._device))
-        if failure is not None:
-            raise CheckpointError(f"could not {what}: {failure}") from failure
-        if bool(failed.item()):
-            raise CheckpointError(f"could not {what}: another rank failed, its log says why")
+            raise CheckpointError(f"could not {what}: {error}") from error
 
     def _pid_of_rank_0(self) -> int:
         pid = torch.tensor([os.getpid() if data_parallel_rank() == 0 else 0], device=self._device)

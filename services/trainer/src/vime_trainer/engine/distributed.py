@@ -3,7 +3,8 @@
 import datetime
 import logging
 import os
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from vime_service.bulk import Deadline
 from vime_service.bulk.gloo import open_store
 from vime_trainer.engine.config import EngineConfig, ParallelConfig
-from vime_trainer.engine.errors import UnsupportedLayoutError
+from vime_trainer.engine.errors import PeerFailed, UnsupportedLayoutError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def initialize(config: EngineConfig) -> torch.device:
@@ -32,8 +35,9 @@ def initialize(config: EngineConfig) -> torch.device:
             raise UnsupportedLayoutError("device = 'cuda', but torch sees no CUDA device")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     if not dist.is_initialized():
-        _join("nccl" if config.device == "cuda" else "gloo", datetime.timedelta(seconds=config.collective_timeout_s))
+        _join("nccl" if config.device == "cuda" else "gloo", timeout)
     if not parallel_state.model_parallel_is_initialized():
         sizes = config.parallel
         parallel_state.initialize_model_parallel(
@@ -41,6 +45,8 @@ def initialize(config: EngineConfig) -> torch.device:
             pipeline_model_parallel_size=sizes.pipeline,
             context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
+            # Its own groups would wait for half an hour; a fraction of a minute is fine.
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -83,15 +89,44 @@ def data_parallel_size() -> int:
 
 def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
     """Sum over the data-parallel ranks, in place; returns its argument."""
-    if data_parallel_size() > 1:
-        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    return values
+    return _all_reduce(values, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(values: torch.Tensor) -> torch.Tensor:
     """Maximum over the data-parallel ranks, in place; returns its argument."""
+    return _all_reduce(values, dist.ReduceOp.MAX)
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank if `flag` is on one of them. Collective."""
+    return bool(all_reduce_max(torch.tensor([float(flag)])).item())
+
+
+def together(what: str, action: Callable[[], T]) -> T:
+    """Run `action`; if it failed on any rank every rank raises, so that none waits for another in a later collective.
+
+    Raises what `action` raised, elsewhere PeerFailed. Collective.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it; it is raised again below
+        failure = error
+    failed = any_rank(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise PeerFailed(f"could not {what}: another rank failed, its log says why")
+    return result
+
+
+def _all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if data_parallel_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        group = parallel_state.get_data_parallel_group()
+        # NCCL reduces nothing that lies on the host, gloo nothing else.
+        there = values.cuda() if dist.get_backend(group) == "nccl" else values
+        dist.all_reduce(there, op=op, group=group)
+        values.copy_(there)
     return values
 
 

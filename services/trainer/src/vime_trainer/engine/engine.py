@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One rank's share of the trainer. Every method but `model_shape` and `lr` is collective: all ranks call it, in
-    one order.
+    """One rank's share of the trainer. Every method but `model_shape`, `lr` and `check` is collective: all ranks call
+    it, in one order.
 
     A rank may hold any number of samples, also none. Samples are this rank's own; results are too unless they say
     otherwise.
@@ -110,11 +110,15 @@ class Engine:
         or gradient is not finite changes nothing and is counted. Raises SampleError or RoutingTraceError before
         anything is run.
         """
-        self._check(samples, self.replays)
+        self.check(samples)
         result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays, lr=lr)
         if self._reference is not None and not result.skipped:
             self._reference.batch_trained()
         return result
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raise SampleError or RoutingTraceError for what `train_step` would refuse. Not collective."""
+        self._check(samples, self.replays)
 
     def sft_step(self, demonstrations: Sequence[Demonstration]) -> StepResult:
         """One optimizer step on demonstrations, token mean over the global batch. Routes are the model's own."""

@@ -25,5 +25,9 @@ class RoutingTraceError(EngineError, ValueError):
     """A routing trace does not fit the sample or the model."""
 
 
+class PeerFailed(EngineError, RuntimeError):
+    """This rank is well, but another one failed at what all of them do together."""
+
+
 class CheckpointError(EngineError, RuntimeError):
     """A checkpoint could not be written, found or read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from vime_trainer.config import TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, Status, StepEvent
 from vime_trainer.loop.plan import assign_groups
-from vime_trainer.loop.ports import Batch, Completed, Ledger, Ranks, Trained
+from vime_trainer.loop.ports import Batch, Completed, Ledger, Ranks, Trained, Unusable
 from vime_trainer.loop.publisher import Published, Publisher
 from vime_trainer.loop.versions import Version
 from vime_trainer.run_files import RunFiles
@@ -172,12 +172,20 @@ class TrainingLoop:
     async def _step(self, step: int, policy: Version) -> Version | None:
         """Train one batch; the policy version afterwards. None: no batch will ever come."""
         clock = StepClock()
-        batch: Batch = await clock.measure("wait", self._lease(step, policy))
-        if batch.ended:
-            logger.info("no batch for step %d: %s", step, batch.blocked_by)
-            return None
-        await self._say(activity=f"training step {step}")
-        trained: Trained = await clock.measure("train", self._train(step, batch, policy))
+        unusable = 0
+        while True:
+            batch: Batch = await clock.measure("wait", self._lease(step, policy))
+            if batch.ended:
+                logger.info("no batch for step %d: %s", step, batch.blocked_by)
+                return None
+            await self._say(activity=f"training step {step}")
+            trained: Trained = await clock.measure("train", self._train(step, batch, policy))
+            if not trained.unusable_groups:
+                break
+            unusable += len(trained.unusable_groups)
+            # bounded by: the ledger, which refuses after too many in a row, and the attempts of their prompts
+            await clock.measure("wait", self._quarantine(step, batch, trained.unusable_groups, policy))
+        trained.metrics["rollout/unusable_groups"] = float(unusable)
         version, published = await self._publish(step, policy, trained, clock)
         final = step == self._settings.steps
         self._last_completion = _Completion(step, not trained.skipped, None if published is None else version)
@@ -236,6 +244,15 @@ class TrainingLoop:
             await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
             if caught_up := await self._publisher.catch_up(policy):
                 logger.info("brought %s to %s", ", ".join(caught_up), policy)
+
+    async def _quarantine(self, step: int, batch: Batch, unusable: Mapping[str, str], policy: Version) -> None:
+        """Take what the ranks could not use out of the batch, with their reasons."""
+        for group_id, detail in unusable.items():
+            logger.warning("step %d cannot use group %s: %s", step, group_id, detail)
+        await self._say(activity=f"step {step}: {len(unusable)} of {len(batch.groups)} groups cannot be trained")
+        attempts = {group.group_id: group.attempt for group in batch.groups}
+        groups = [Unusable(group_id, attempts[group_id], detail) for group_id, detail in unusable.items()]
+        await self._ledger.quarantine(policy.incarnation, step, groups)
 
     async def _train(self, step: int, batch: Batch, policy: Version) -> Trained:
         metrics = self._settings.metrics

@@ -31,6 +31,7 @@ class Group:
     tokens: int
     staleness: int
     oldest: Version | None
+    attempt: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class Batch:
     blocked_by: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
     replayed: bool = False
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A group of a leased batch that cannot be trained."""
+
+    group_id: str
+    attempt: int
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,10 @@ class Ledger(Protocol):
         """Returns the eval tables whose rounds were opened."""
 
     async def lease_batch(self, incarnation: int, step: int, wait_s: float) -> Batch: ...
+
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
+        """Take groups out of the step's batch; their prompts are made again or given up. Asked for the same step, the
+        ledger then gives the batch once it is whole. Raises what ends the run when it has had enough of them."""
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
@@ -155,6 +169,8 @@ class Trained:
     sample_json: list[str]
     left_out: dict[str, str]
     trained_samples: list[str]
+    unusable_groups: dict[str, str] = field(default_factory=dict)
+    """Groups that cannot be trained, by id, with the reason. If there is one, nothing was trained."""
 
 
 @dataclass(frozen=True)

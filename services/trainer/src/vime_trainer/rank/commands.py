@@ -19,7 +19,8 @@ from vime_trainer.engine.engine import Engine
 from vime_trainer.engine.errors import EngineError
 from vime_trainer.rank.groups import bare_sample
 from vime_trainer.rank.training import BatchTraining
-from vime_trainer.rank.transfer import Sender, reachable_host
+from vime_trainer.rank.transfer import Sender, canary, reachable_host
+from vime_trainer.rank.usable import check_routes
 
 
 class Commands:
@@ -62,6 +63,15 @@ class Commands:
         rank = distributed.data_parallel_rank()
         return [place for place, owner in enumerate(command.group_ranks) if owner == rank]
 
+    def fetched(self, failure: Exception | None) -> None:
+        """Every rank has its groups, or none trains. Raises `failure`; PeerFailed where only another rank has one."""
+
+        def tell() -> None:
+            if failure is not None:
+                raise failure
+
+        distributed.together("fetch the groups", tell)
+
     def train(self, command: pb.TrainCommand, groups: Sequence[TrajectoryGroup], fetch_s: float) -> pb.TrainResult:
         """One step on this rank's groups."""
         return BatchTraining(self.engine, self._settings.algorithm).run(
@@ -70,20 +80,23 @@ class Commands:
 
     def score(self, command: pb.ScoreCommand) -> pb.ScoreResult:
         """Logprobs of given samples; every rank scores all of them, since there are few."""
+        if command.replay:
+            for sample in command.samples:
+                check_routes(sample, self.engine.model_shape)
         samples = [bare_sample(sample, command.temperature or 1.0) for sample in command.samples]
         scored = self.engine.score(samples, replay=command.replay)
         return pb.ScoreResult(scores=[SampleLogprobs(logprobs=logprobs.tolist()) for logprobs in scored])
 
     def describe(self, command: pb.DescribeCommand) -> pb.DescribeResult:
-        """Snapshot, hash and canary of the weights held."""
-        if self._sender is None:
+        """Snapshot, hash and canary of the weights held. Rank 0 tells them; every rank scores, since that is
+        collective."""
+        sender, version = self._sender, version_from_proto(command.version)
+        distributed.together("describe the weights", lambda: sender and sender.describe(version))
+        prompts = canary(self.engine, command.canary_prompts)
+        if sender is None:
             return pb.DescribeResult()
-        manifest = self._sender.describe(version_from_proto(command.version))
-        return pb.DescribeResult(
-            manifest=manifest_to_proto(manifest),
-            store_address=self._sender.store_address,
-            canary=self._sender.canary(command.canary_prompts),
-        )
+        manifest = manifest_to_proto(sender.describe(version))
+        return pb.DescribeResult(manifest=manifest, store_address=sender.store_address, canary=prompts)
 
     def send(self, command: pb.SendCommand) -> pb.SendResult:
         """Broadcast the weights described to the engines of a generation."""

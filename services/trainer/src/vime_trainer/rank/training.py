@@ -28,8 +28,9 @@ from vime_trainer.engine.engine import Engine
 from vime_trainer.engine.objective import Loss, PolicyLoss, SupervisedLoss
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.step import StepResult
-from vime_trainer.rank.groups import Share, name_of, select, shaped_rewards, with_advantages
+from vime_trainer.rank.groups import Share, name_of, shaped_rewards, with_advantages
 from vime_trainer.rank.measures import mismatch_measures, reduced, rollout_measures, shaping_measures, value_measures
+from vime_trainer.rank.usable import select_usable
 
 GLOBAL = Reduce(sum=distributed.all_reduce_sum, max=distributed.all_reduce_max)
 
@@ -65,9 +66,12 @@ class BatchTraining:
     def run(
         self, command: pb.TrainCommand, groups: Sequence[TrajectoryGroup], places: Sequence[int], fetch_s: float
     ) -> pb.TrainResult:
-        """One step on this rank's groups, which stand at `places` of the batch."""
+        """One step on this rank's groups, which stand at `places` of the batch. Where any rank has a group that cannot
+        be trained, no rank trains."""
         clock = Laps()
-        share = select(groups, places, self._algorithm)
+        share, unusable = select_usable(groups, places, self._algorithm, self._engine)
+        if distributed.any_rank(bool(unusable)):
+            return pb.TrainResult(skipped=True, unusable_groups=unusable)
         clock.lap("perf/data_preprocess_time")
         share, before = self._scored(share, clock)
         unreplayed = self._score_without_replay(share) if command.score_without_replay else None

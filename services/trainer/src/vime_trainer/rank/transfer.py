@@ -53,18 +53,6 @@ class Sender:
             self._held = Held(Manifest.of(version, tensors.items()), tensors)
         return self._held.manifest
 
-    def canary(self, count: int) -> list[CanaryPrompt]:
-        """Fixed prompts with the logprobs of the weights held: the same ids in every run of a model."""
-        vocab = self._engine.model_shape.vocab_size
-        length = min(CANARY_TOKENS, self._engine.model_shape.max_position_embeddings - 1)
-        generator = torch.Generator().manual_seed(0x71BE)
-        prompts = [torch.randint(0, vocab, (length,), generator=generator) for _ in range(count)]
-        scored = self._engine.score([_prompt(i, ids) for i, ids in enumerate(prompts)], replay=False)
-        return [
-            CanaryPrompt(token_ids=ids.tolist(), logprobs=logprobs.tolist())
-            for ids, logprobs in zip(prompts, scored, strict=True)
-        ]
-
     def send(self, version: VersionKey, generation: int, world_size: int, timeout_s: float) -> TransferStats:
         """Form the group of `generation` and broadcast. Raises TransportError."""
         if self._held is None or self._held.manifest.version != version:
@@ -81,6 +69,20 @@ class Sender:
         """Close the store."""
         if self._transport is not None:
             self._transport.close()
+
+
+def canary(engine: Engine, count: int) -> list[CanaryPrompt]:
+    """Fixed prompts with the logprobs of the weights held: the same ids in every run of a model. Collective: every rank
+    scores all of them, since there are few."""
+    vocab = engine.model_shape.vocab_size
+    length = min(CANARY_TOKENS, engine.model_shape.max_position_embeddings - 1)
+    generator = torch.Generator().manual_seed(0x71BE)
+    prompts = [torch.randint(0, vocab, (length,), generator=generator) for _ in range(count)]
+    scored = engine.score([_prompt(i, ids) for i, ids in enumerate(prompts)], replay=False)
+    return [
+        CanaryPrompt(token_ids=ids.tolist(), logprobs=logprobs.tolist())
+        for ids, logprobs in zip(prompts, scored, strict=True)
+    ]
 
 
 def reachable_host() -> str:

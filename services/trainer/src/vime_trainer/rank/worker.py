@@ -24,8 +24,9 @@ from vime_client.errors import RpcError, rpc_errors
 from vime_client.logs import get_logger
 from vime_service.bulk import BulkError, ManifestError, TransportError
 from vime_trainer.adapters.patience import patiently
+from vime_trainer.adapters.ranks import PEER_FAILED
 from vime_trainer.config import TrainerConfig
-from vime_trainer.engine.errors import EngineError
+from vime_trainer.engine.errors import EngineError, PeerFailed
 from vime_trainer.rank.commands import Commands
 from vime_trainer.rank.groups import GroupError
 
@@ -111,8 +112,13 @@ class RankWorker:
     async def _dispatch(self, commands: Commands, name: str, command: pb.NextCommandResponse) -> Message:
         if name == "train":
             started = time.monotonic()
-            groups = await self._groups(commands, command.train)
+            groups, failure = list[TrajectoryGroup](), None
+            try:
+                groups = await self._groups(commands, command.train)
+            except (RpcError, GroupError) as error:
+                failure = error
             fetch_s = time.monotonic() - started
+            await self._in_thread(lambda: commands.fetched(failure))
             trained: Message = await self._in_thread(lambda: commands.train(command.train, groups, fetch_s))
             return trained
         run: Callable[[Message], Message] | None = getattr(commands, name, None) if name in _COMMANDS else None
@@ -146,6 +152,8 @@ _COMMANDS = ("load", "score", "describe", "send", "save")
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, PeerFailed):
+        return PEER_FAILED
     if isinstance(error, TransportError):
         return "TRANSFER_FAILED"
     if isinstance(error, ManifestError):

@@ -7,6 +7,7 @@ sequence, so a repeated ask or report changes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,10 +89,15 @@ class Mailbox(Generic[Command, Result]):
             self._changed.notify_all()
 
     async def run(
-        self, command: Command, timeout_s: float, failed: Callable[[Result], bool] = lambda _: False
+        self,
+        command: Command,
+        timeout_s: float,
+        failed: Callable[[Result], bool] = lambda _: False,
+        peers_s: float = 0.0,
     ) -> dict[int, Result]:
-        """Give `command` to every rank and wait for all results, or for the first that `failed`: the others may then
-        wait in a collective for the one that left it.
+        """Give `command` to every rank and wait for all results. After the first that `failed` the others have
+        `peers_s` left: one that is silent then waits in a collective for the rank that left it, and is not in what is
+        returned.
 
         Raises TimeoutError naming the ranks that did not answer, or what `fail` was given.
         """
@@ -103,15 +109,18 @@ class Mailbox(Generic[Command, Result]):
             self._sequence += 1
             running = self._running = _Running(self._sequence, command)
             self._changed.notify_all()
+
+        def ended() -> bool:
+            return self._failure is not None or len(running.results) == self._world_size
+
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(
-                    lambda: (
-                        self._failure
-                        or len(running.results) == self._world_size
-                        or any(failed(result) for result in running.results.values())
-                    )
+                    lambda: ended() or any(failed(result) for result in running.results.values())
                 )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(peers_s):
+                        await self._changed.wait_for(ended)
         except TimeoutError:
             silent = sorted(set(range(self._world_size)) - set(running.results))
             raise TimeoutError(f"ranks {silent} did not finish {type(command).__name__} in {timeout_s:.0f} s") from None

@@ -1,0 +1,97 @@
+"""Every command is run by every rank or by none, also when one of them cannot do it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+Ranks = Callable[..., list[Any]]
+
+COMMANDS = """
+import tempfile
+from vime.common.v1 import trajectory_pb2 as t
+from vime.common.v1.weight_version_pb2 import WeightVersion
+from vime.trainer.v1 import rank_service_pb2 as pb
+from vime_trainer.config import TrainerSettings
+from vime_trainer.engine.errors import PeerFailed
+from vime_trainer.rank.commands import Commands
+from vime_trainer.rank.groups import GroupError
+
+settings = TrainerSettings(
+    run_id="run", run_dir=tempfile.mkdtemp(), model_path=names["model"], buffer_address="b:1", router_address="r:1",
+    steps=2, world_size=world, engine={"collective_timeout_s": 20, "routing_replay": False},
+)
+commands = Commands(settings)
+commands.load(pb.LoadCommand())
+
+def group(name, token):
+    samples = [
+        t.Sample(group_id=name, sample_index=i, prompt_token_ids=[5, 6], response_token_ids=[7 + i, token],
+                 rollout_logprobs=[-3.0] * 2, status=t.SAMPLE_STATUS_COMPLETED, reward=float(i))
+        for i in range(2)
+    ]
+    return t.TrajectoryGroup(group_id=name, samples=samples)
+
+def train(groups):
+    owners = [i % world for i in range(len(groups))]
+    command = pb.TrainCommand(group_ids=[g.group_id for g in groups], group_ranks=owners)
+    commands.fetched(None)
+    return commands.train(command, [groups[i] for i in commands.my_groups(command)], 0.0)
+
+version = WeightVersion(run_id="run", incarnation=1, step=0)
+described = [commands.describe(pb.DescribeCommand(version=version, canary_prompts=n)) for n in (0, 2)]
+poisoned = train([group("good", 9), group("bad", 48)])
+kinds = []
+for failing in (0, 1):
+    try:
+        commands.fetched(GroupError("no group") if rank == failing else None)
+    except (GroupError, PeerFailed) as error:
+        kinds.append(type(error).__name__)
+trained = train([group("good", 9), group("better", 10)])
+commands.close()
+result = {
+    "prompts": [len(d.canary) for d in described],
+    "manifest": [bool(d.manifest.digest) for d in described],
+    "unusable": dict(poisoned.unusable_groups),
+    "poisoned": list(poisoned.trained_samples),
+    "kinds": kinds,
+    "trained": list(trained.trained_samples),
+}
+"""
+
+
+def test_two_ranks_do_every_command_and_what_one_cannot_do_leaves_both_well(run_ranks: Ranks, moe_dir: Path) -> None:
+    first, second = run_ranks(2, COMMANDS, model=moe_dir)
+    assert (first["prompts"], first["manifest"]) == ([0, 2], [True, True])
+    assert (second["prompts"], second["manifest"]) == ([0, 0], [False, False])
+    assert (first["unusable"], first["poisoned"]) == ({}, [])
+    assert list(second["unusable"]) == ["bad"]
+    assert (second["kinds"], first["kinds"]) == (["PeerFailed", "GroupError"], ["GroupError", "PeerFailed"])
+    assert first["trained"] == ["good#0", "good#1"]
+    assert second["trained"] == ["better#0", "better#1"]
+
+
+TIMED = """
+import datetime, time
+import torch.distributed as dist
+from megatron.core import parallel_state
+engine = Engine.from_hf(names["model"], EngineConfig(collective_timeout_s=3))
+group = parallel_state.get_data_parallel_group()
+result = "no error"
+if rank == 0:
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        result = "timed out" if "imed out" in str(error) else str(error)
+    dist.distributed_c10d._get_default_store().set("over", "1")
+else:
+    dist.distributed_c10d._get_default_store().wait(["over"], datetime.timedelta(seconds=60))
+"""
+
+
+def test_a_collective_of_megatrons_own_groups_waits_no_longer_than_the_time_out(
+    run_ranks: Ranks, moe_dir: Path
+) -> None:
+    assert run_ranks(2, TIMED, model=moe_dir) == ["timed out", "no error"]
