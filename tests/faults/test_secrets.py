@@ -142,14 +142,27 @@ RECIPE = """
 run = { name = "r", steps = 1 }
 model.path = "model"
 rewards.default = "reward.py:score"
-launcher.env = { HF_TOKEN = "HUGGING", AWS_SECRET_ACCESS_KEY = "AMAZON", OMP_NUM_THREADS = "2" }
 rollout.vllm = { hf_token = "ENGINES", env = { WANDB_API_KEY = "WEIGHTS" } }
+telemetry.otlp_endpoint = "http://user:COLLECTOR@127.0.0.1:9"
+
+[launcher.env]
+HF_TOKEN = "HUGGING"
+AWS_SECRET_ACCESS_KEY = "AMAZON"
+OMP_NUM_THREADS = "2"
+OTEL_EXPORTER_OTLP_HEADERS = "authorization=TOP"
+DB_PASS = "DATABASE"
+OPENAI_KEY = "OPENED"
+APP_CREDENTIALS = "APPLICATION"
+SESSION_COOKIE = "BISCUIT"
 
 [tables.train]
 source.path = "train.jsonl"
 sampling = { max_tokens = 8 }
 """
-SECRETS = ("HUGGING", "AMAZON", "ENGINES", "WEIGHTS")
+SECRETS = (
+    *("HUGGING", "AMAZON", "ENGINES", "WEIGHTS"),
+    *("COLLECTOR", "=TOP", "DATABASE", "OPENED", "APPLICATION", "BISCUIT"),
+)
 
 
 @pytest.fixture
@@ -185,10 +198,12 @@ def test_environment_secrets_of_a_recipe_are_in_no_report(
         for path in run_dir.rglob("*")
         if path.is_file() and any(secret in path.read_text() for secret in SECRETS)
     }
-    assert holding == {"services/plan.json": 0o600, "services/rollout-0.toml": 0o600}
+    assert set(holding) >= {"services/plan.json", "services/rollout-0.toml", "services/recipe.toml"}
+    assert {path for path in holding if not path.startswith("services/")} == set()
+    assert set(holding.values()) == {0o600}
     shown = to_toml(recipe)  # what --dry-run prints
     assert not any(secret in shown for secret in SECRETS)
-    assert 'OMP_NUM_THREADS = "2"' in shown
+    assert "OMP_NUM_THREADS = " in shown  # names, and no value: nobody can tell which is harmless
     (run_dir / "config.toml").write_text(RECIPE)  # of a run that an earlier version wrote
     build_report(run_dir)
     assert not any(secret in (run_dir / "report.html").read_text() for secret in SECRETS)
@@ -209,13 +224,39 @@ def test_a_run_folder_that_holds_no_secrets_says_what_to_resume_with(
     monkeypatch.setenv("HF_TOKEN", "from the environment, which goes before the recipe's")
     with pytest.raises(ConfigError) as caught:
         load_run(run_dir, RunOptions(mode="resume"))
-    assert [problem.split(" of ")[0] for problem in caught.value.problems] == [
-        "launcher.env.AWS_SECRET_ACCESS_KEY",
-        "rollout.vllm.hf_token",
-        "rollout.vllm.env.WANDB_API_KEY",
-    ]
+    lacking = [problem.split(" of ")[0] for problem in caught.value.problems]
+    assert "launcher.env.HF_TOKEN" not in lacking
+    assert set(lacking) > {"rollout.vllm.hf_token", "rollout.vllm.env.WANDB_API_KEY", "telemetry.otlp_endpoint"}
     assert "vime run RECIPE --resume" in caught.value.problems[0]
     load_run(run_dir, RunOptions(join=True))  # who only looks on needs none
+
+
+def test_what_the_ranks_read_is_for_the_owner_alone_and_whole(tmp_path: Path) -> None:
+    from tests.in_process import NoRanks
+
+    from vime_client.config_loading import load_config
+    from vime_trainer.config import TrainerConfig
+    from vime_trainer.wiring import Wiring
+
+    collector = {"telemetry": {"otlp_endpoint": "http://user:COLLECTOR@127.0.0.1:9"}}
+    config = TrainerConfig.model_validate({**settings_of("trainer", tmp_path, buffer="h:1", router="h:2"), **collector})
+    resolved = Path(config.trainer.run_dir) / "services" / "trainer.resolved.toml"
+    resolved.parent.mkdir(parents=True)
+    resolved.write_text("of an earlier start")
+    Wiring(config, NoRanks())  # type: ignore[arg-type]
+    assert resolved.stat().st_mode & 0o777 == 0o600
+    assert load_config(TrainerConfig, resolved) == config
+
+
+def test_a_value_that_is_refused_is_not_quoted_where_it_is_a_secret(recipe_with_secrets: Path) -> None:
+    from vime_client.config_loading import ConfigError
+    from vime_client.recipe import load_recipe
+
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_with_secrets, ["launcher.env.DB_PASS=271828", "telemetry.traces='http://u:PASS@h'"])
+    assert "271828" not in str(caught.value)
+    assert "PASS@" not in str(caught.value)
+    assert "DB_PASS" in str(caught.value)
 
 
 # ------------------------------------------------------------------ sources

@@ -319,6 +319,11 @@ def test_no_star_is_ever_a_value(tmp_path: Path, recipe: Path, monkeypatch: pyte
     assert drive(recipe, base, console, console) == 0
     folder = tmp_path / "runs" / "r"
     assert STARS in (folder / "config.toml").read_text()
+    assert drive(folder, RunOptions(base.overrides, mode="resume"), console, console) == 0  # its private file has them
+    env = load_plan(folder).env
+    assert (env["HF_TOKEN"], env["PLAIN"]) == ("HUGGING", "1")
+    assert 'api_key = [\n    "KEY",\n]' in (folder / "services" / "rollout-0.toml").read_text()
+    (folder / "services" / "recipe.toml").unlink()  # as a copy of the folder's config.toml, or one of an older version
     for place in (folder, folder / "config.toml"):  # nothing in the environment: refused, lists of secrets too
         options = RunOptions(base.overrides, mode="resume")
         assert drive(place, options, console, console) == 2
@@ -326,14 +331,15 @@ def test_no_star_is_ever_a_value(tmp_path: Path, recipe: Path, monkeypatch: pyte
         assert "rollout.vllm.args.api_key" in errors.getvalue()
         errors.truncate(0)
     monkeypatch.setenv("HF_TOKEN", "in this shell only")
+    monkeypatch.setenv("PLAIN", "1")
     options = RunOptions((*base.overrides, 'rollout.vllm.args.api_key=["KEY"]'), mode="resume")
     for place in (folder, folder / "config.toml"):
         assert drive(place, options, console, console) == 0
-        env = load_plan(folder).env  # a launcher that is started from another shell goes by this
-        assert "HF_TOKEN" not in env
-        assert env["PLAIN"] == "1"
-        assert not [path for path in (folder / "services").iterdir() if STARS in path.read_text()]
+        assert "HF_TOKEN" not in load_plan(folder).env  # a launcher that is started from another shell goes by this
+        told = [path for path in (folder / "services").iterdir() if path.name != "recipe.toml"]  # of services
+        assert not [path for path in told if STARS in path.read_text()]
     monkeypatch.delenv("HF_TOKEN")
+    (folder / "services" / "recipe.toml").unlink()
     assert drive(folder, options, console, console) == 2  # it is still known that there was one
 
 

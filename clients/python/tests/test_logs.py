@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from vime_client.logs import LogConfig, get_logger, redact, register_secret, setup_logging
+from vime_client.redaction import STARS, starred
 
 log = get_logger("vime_client.tests")
 
@@ -52,6 +53,34 @@ def test_an_exception_keeps_its_stack_on_one_line(lines: Any) -> None:
     (line,) = lines()
     assert "ZeroDivisionError: no tokens" in line["error"]
     assert "Traceback" in line["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("failed: http://user:PASS@host:4317/v1", "failed: http://[redacted]@host:4317/v1"),
+        ("to grpc+tls://PASS@h:1, https://a.b/c?x=1", "to grpc+tls://[redacted]@h:1, https://a.b/c?x=1"),
+        ("no scheme: user:PASS@host:4317", "no scheme: [redacted]@host:4317"),
+        ("https://h/x?sig=PASS&n=1", "https://h/x?sig=[redacted]&n=1"),
+        ("a@b.org wrote reward.py:score to [::1]:80", "a@b.org wrote reward.py:score to [::1]:80"),
+    ],
+)
+def test_addresses_lose_their_credentials_everywhere(text: str, shown: str, lines: Any) -> None:
+    assert redact(text) == shown
+    log.error("not sent: " + text, address=text, env={"DB_PASS": "PASS"})
+    (line,) = lines()
+    assert line["msg"] == "not sent: " + shown
+    assert line["fields"] == {"address": shown, "env": {"DB_PASS": STARS}}
+
+
+@pytest.mark.parametrize("name", ["cls_token", "CLS_TOKEN", "eos_token", "first_token", "max_tokens", "monkey"])
+def test_words_of_a_tokenizer_are_no_secrets(name: str) -> None:
+    assert starred({name: "[CLS]"}) == {name: "[CLS]"}
+
+
+@pytest.mark.parametrize("name", ["hf_token", "token", "app_credentials", "SESSION_COOKIE", "OPENAI_API_KEY"])
+def test_names_of_secrets_are_known(name: str) -> None:
+    assert starred({name: "[CLS]"}) == {name: STARS}
 
 
 def test_secrets_are_starred_out_of_messages_fields_and_stacks(lines: Any) -> None:

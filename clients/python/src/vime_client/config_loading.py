@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vime_client.redaction import starred
+from vime_client.redaction import STARS, is_hidden, starred, without_credentials
 
 Key = tuple[str | int, ...]
 """Where a setting stands: names of tables and keys, or positions in arrays."""
@@ -75,12 +75,15 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     return key, _toml_value(value.strip())
 
 
-def to_toml(config: BaseModel) -> str:
-    """The resolved configuration as TOML: defaults included, secrets starred out, unset (None) settings left out."""
+def to_toml(config: BaseModel, *, secrets: bool = False) -> str:
+    """The resolved configuration as TOML: defaults included, unset (None) settings left out, secrets starred out.
+
+    With `secrets` they are written, too: only for files that nobody else reads (`private_file`).
+    """
     import tomli_w
 
     plain = _without_none(config.model_dump(mode="json", by_alias=True))
-    return tomli_w.dumps(starred(plain), multiline_strings=False)
+    return tomli_w.dumps(plain if secrets else starred(plain), multiline_strings=False)
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -165,7 +168,7 @@ def _sentence(
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{where}: {_dotted(key)}: {message}" if key else f"{where}: {message}"
-    return f"{where}: {_dotted(key)}: {message[:1].lower()}{message[1:]}, got {_shown(detail.get('input'))}"
+    return f"{where}: {_dotted(key)}: {message[:1].lower()}{message[1:]}, got {_shown(detail.get('input'), key)}"
 
 
 def _nearest(model: type[BaseModel], key: Key) -> str | None:
@@ -178,8 +181,8 @@ def _nearest(model: type[BaseModel], key: Key) -> str | None:
     return _dotted((*parent, similar[0])) if similar else None
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
+def _shown(value: Any, key: Key) -> str:
+    shown = STARS if is_hidden(key) else without_credentials(repr(value))
     return f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({type(value).__name__})"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vime_client.config_loading import ConfigModel
-from vime_client.redaction import STARS, is_secret
+from vime_client.redaction import ENVIRONMENT, STARS, is_secret, without_credentials
 
 _STANDARD = frozenset({"exc_info", "stack_info", "stacklevel", "extra"})
 _SECRET_TEXT = re.compile(r"(?i)\b(bearer\s+|(?:api[_-]?key|password|secret|auth[_-]?token)\s*[=:]\s*)[^\s,;\"']+")
@@ -80,7 +80,7 @@ def redact(text: str) -> str:
     """`text` without registered secrets and without anything that looks like a credential."""
     for secret in tuple(_secrets):
         text = text.replace(secret, STARS)
-    return _SECRET_TEXT.sub(lambda match: match.group(1) + STARS, text)
+    return without_credentials(_SECRET_TEXT.sub(lambda match: match.group(1) + STARS, text))
 
 
 class JsonFormatter(logging.Formatter):
@@ -139,7 +139,8 @@ def _add(root: logging.Logger, handler: logging.Handler, formatter: logging.Form
 
 def _redacted(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _redacted(v, str(k)) for k, v in value.items()}
+        hidden = key == ENVIRONMENT
+        return {str(k): STARS if hidden else _redacted(v, str(k)) for k, v in value.items()}
     if is_secret(key):
         return STARS
     if isinstance(value, str):

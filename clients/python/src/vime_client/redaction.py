@@ -1,32 +1,62 @@
-"""Which settings and log fields are secrets, by their names, and what is shown instead of them."""
+"""What must be shown to nobody: values of environment tables, secrets by their names, credentials within addresses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 STARS = "[redacted]"
 """Stands where a secret was."""
+ENVIRONMENT = "env"
+"""A table of this name holds environment variables. Anything may be a secret there, so only their names are shown."""
 _SECRET = re.compile(
-    r"(^|_|-)(secret|password|passwd|passphrase|api_?key|access_?key|authorization|private_key|token)$", re.IGNORECASE
+    r"(^|_|-)(secret|password|passwd|passphrase|credentials?|cookie|api_?key|access_?key|authorization|private_key|"
+    r"token)$",
+    re.IGNORECASE,
 )
-# `first_token` is a position, `token` and `auth_token` are secrets.
-_NOT_SECRET = frozenset({"first_token", "last_token", "eos_token", "bos_token", "pad_token", "next_page_token"})
+# `token` and `auth_token` are secrets; these are positions and words of a tokenizer.
+_NOT_SECRET = re.compile(
+    r"(^|_)(first|last|next_page|bos|eos|pad|unk|cls|sep|mask|stop|start|end|image|audio|video)_token$", re.IGNORECASE
+)
+# user:password@ after a scheme, or before host:port without one; values of telling names in a query.
+_IN_ADDRESS = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>]+@"
+    r"|(?<![\w/@.])[\w.%+-]+:[^\s/@:\"']+@(?=[\w.-]+:\d)"
+    r"|(?P<name>[?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s\"'<>]+",
+    re.IGNORECASE,
+)
 
 
 def is_secret(key: str) -> bool:
     """True if what is called `key` must be shown to nobody."""
-    return key not in _NOT_SECRET and _SECRET.search(key) is not None
+    return _NOT_SECRET.search(key) is None and _SECRET.search(key) is not None
+
+
+def is_hidden(key: Sequence[str | int]) -> bool:
+    """True if the value at `key` of some settings must be shown to nobody."""
+    return ENVIRONMENT in key[:-1] or any(is_secret(str(part)) for part in key[-1:])
+
+
+def without_credentials(text: str) -> str:
+    """`text` with stars for the credentials of every address in it."""
+
+    def stars(match: re.Match[str]) -> str:
+        return f"{match['name']}{STARS}" if match["name"] else f"{match['scheme'] or ''}{STARS}@"
+
+    return _IN_ADDRESS.sub(stars, text)
 
 
 def starred(settings: Any, key: str = "") -> Any:
-    """Settings with stars for the text of secrets, at any depth."""
+    """Settings with stars for the values of environment tables, the text of secrets and credentials, at any depth."""
     if isinstance(settings, Mapping):
-        return {name: starred(value, str(name)) for name, value in settings.items()}
+        hidden = key == ENVIRONMENT
+        return {name: STARS if hidden else starred(value, str(name)) for name, value in settings.items()}
     if isinstance(settings, (list, tuple)):
         return [starred(value, key) for value in settings]
-    return STARS if isinstance(settings, str) and settings and is_secret(key) else settings
+    if not isinstance(settings, str) or not settings:
+        return settings
+    return STARS if is_secret(key) else without_credentials(settings)
 
 
 def starred_keys(settings: Any, prefix: str = "") -> Iterator[str]:
@@ -37,5 +67,14 @@ def starred_keys(settings: Any, prefix: str = "") -> Iterator[str]:
     elif isinstance(settings, (list, tuple)):
         if any(True for value in settings for _ in starred_keys(value, prefix)):
             yield prefix
-    elif settings == STARS:
+    elif isinstance(settings, str) and STARS in settings:
         yield prefix
+
+
+def restored(settings: Any, kept: Any) -> Any:
+    """Settings with the values of `kept`, which has the same shape, where they hold stars; what it lacks stays."""
+    if isinstance(settings, Mapping) and isinstance(kept, Mapping):
+        return {name: restored(value, kept.get(name)) for name, value in settings.items()}
+    if isinstance(settings, list) and isinstance(kept, list) and len(settings) == len(kept):
+        return [restored(value, other) for value, other in zip(settings, kept, strict=True)]
+    return kept if isinstance(settings, str) and STARS in settings and kept is not None else settings

@@ -8,6 +8,8 @@ from vime.trainer.v1.rank_service_pb2_grpc import add_RankServiceServicer_to_ser
 from vime.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from vime_client.channel import open_channel
 from vime_client.errors import RpcError
+from vime_client.private_file import write_private
+from vime_service.config import to_toml
 from vime_service.server import Service
 from vime_trainer.adapters.fleet import GrpcFleet
 from vime_trainer.adapters.ledger import GrpcLedger
@@ -41,7 +43,7 @@ class Wiring:
         # The ranks read the resolved settings: what `--set` changed must reach them, too.
         config_file = settings.run_dir / "services" / "trainer.resolved.toml"
         config_file.parent.mkdir(parents=True, exist_ok=True)
-        config_file.write_text(_resolved(config), encoding="utf-8")
+        write_private(config_file, to_toml(config, secrets=True))
         self._ranks = GrpcRanks(
             processes or RankProcesses(config_file, settings.world_size, settings.run_dir / "logs"),
             settings.world_size,
@@ -96,9 +98,3 @@ class Wiring:
             await self._trainer.start()
         else:
             await self._trainer.warm_up()
-
-
-def _resolved(config: TrainerConfig) -> str:
-    from vime_service.config import to_toml
-
-    return to_toml(config)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from vime_client.launcher.ports import PortBusy, choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.process import last_lines
 from vime_client.launcher.state import RunState, hold, read_state
+from vime_client.private_file import write_private
 from vime_client.recipe import Recipe, load_recipe
-from vime_client.redaction import starred_keys
+from vime_client.redaction import restored, starred_keys
 from vime_client.report.build import build_report
 from vime_client.report.history import read_history
 from vime_client.report.terminal import show
@@ -33,6 +35,8 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 _STOP_MARGIN_S = 10.0
 _LOG_LINES = 15
+_PRIVATE = Path("services") / "recipe.toml"
+"""The recipe of the last start with its secrets, for a resume from the folder."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,13 @@ def load_run(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
     """The recipe, the folder its modules are found in, and the run folder. A run folder stands for its own recipe.
 
     Raises:
-        ConfigError: the recipe is wrong, or a run is to start from a config.toml, which lacks the secrets.
+        ConfigError: the recipe is wrong, or a run is to start from a config.toml alone, which lacks the secrets.
         FolderRefused: the folder holds no run.
     """
     if path.is_dir():
         if not (path / "config.toml").is_file():
             raise ConfigError([f"{path} is neither a recipe nor a run folder: it has no config.toml"])
-        recipe = load_recipe(path / "config.toml", options.overrides)
+        recipe = _with_secrets(load_recipe(path / "config.toml", options.overrides), path)
     else:
         recipe = load_recipe(path, options.overrides, options.name)
     if not options.join and (lacking := _lacking_secrets(recipe)):  # a copy of a config.toml lacks them, too
@@ -96,6 +100,15 @@ def load_run(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
     if path.is_dir():
         return recipe, Path(read_run(path).get("base_dir", path)), path.resolve()
     return recipe, path.parent.absolute(), recipe.run_dir
+
+
+def _with_secrets(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe with what its run's config.toml leaves out, from the file that only the run's owner reads."""
+    settings = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    kept = run_dir / _PRIVATE
+    if not kept.is_file() or not any(starred_keys(settings)):
+        return recipe
+    return Recipe.model_validate(restored(settings, tomllib.loads(kept.read_text(encoding="utf-8"))))
 
 
 def _lacking_secrets(recipe: Recipe) -> list[str]:
@@ -112,6 +125,7 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
         asyncio.run(preflight(plan, recipe_path))
         (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
+        write_private(run_dir / _PRIVATE, to_toml(recipe, secrets=True))
     except BaseException:  # whatever it was, such as Ctrl-C: the corrected recipe must find no run in its way
         folder.undo()
         raise

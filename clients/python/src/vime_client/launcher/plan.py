@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from vime_client.addresses import join_address
 from vime_client.config_loading import ConfigModel
+from vime_client.private_file import write_private
 from vime_client.recipe import EVAL_PREFIX, LauncherSection, Recipe
 from vime_client.redaction import STARS
 from vime_client.worker.config import worker_settings
@@ -125,7 +125,7 @@ def write_plan(recipe: Recipe, base_dir: Path, run_dir: Path, run_id: str, ports
 def save_plan(plan: RunPlan, run_dir: Path) -> None:
     """Write `services/plan.json`."""
     (run_dir / "services").mkdir(parents=True, exist_ok=True)
-    _write_private(run_dir / "services" / "plan.json", plan.model_dump_json(indent=1))
+    write_private(run_dir / "services" / "plan.json", plan.model_dump_json(indent=1))
 
 
 def load_plan(run_dir: Path) -> RunPlan:
@@ -223,13 +223,4 @@ def _plain(settings: BaseModel) -> dict[str, Any]:
 
 
 def _write_toml(path: Path, data: Mapping[str, Any]) -> None:
-    _write_private(path, tomli_w.dumps(data))
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Replace a file by one that only its owner reads: environment variables and engine options may be secrets."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)
+    write_private(path, tomli_w.dumps(data))
