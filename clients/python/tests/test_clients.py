@@ -21,6 +21,7 @@ from vime.trainer.v1 import trainer_service_pb2_grpc
 from vime_client import BufferClient, GenerationClient, LeaseLost, RpcError, TrainerClient
 from vime_client.channel import SENT_ONCE, ChannelSettings
 from vime_client.launcher.ports import choose_ports
+from vime_client.rewards.functions import FunctionError
 from vime_client.rewards.reward import PluginReward
 from vime_client.testing import FakeBuffer, FakeEngine, FakeTrainer, serving
 from vime_client.worker.filters import NonzeroStd, PluginFilter
@@ -241,8 +242,10 @@ def test_what_is_sent_once_is_what_the_contract_has() -> None:
 class Plugin(plugin_service_pb2_grpc.PluginServiceServicer):
     """A reward server that answers with what the test wants."""
 
-    def __init__(self, scores: Sequence[plugin_pb.SampleScore], delay_s: float = 0.0, keep: bool = True) -> None:
-        self._scores, self._delay_s, self._keep = scores, delay_s, keep
+    def __init__(
+        self, scores: Sequence[plugin_pb.SampleScore], delay_s: float = 0.0, keep: bool = True, decisions: int = 1
+    ) -> None:
+        self._scores, self._delay_s, self._keep, self._decisions = scores, delay_s, keep, decisions
 
     def add_to(self, server: grpc.aio.Server) -> None:
         plugin_service_pb2_grpc.add_PluginServiceServicer_to_server(self, server)
@@ -253,7 +256,7 @@ class Plugin(plugin_service_pb2_grpc.PluginServiceServicer):
 
     async def DecideGroups(self, request: Any, context: Any) -> plugin_pb.DecideGroupsResponse:
         decision = plugin_pb.GroupDecision(keep=self._keep, reason="" if self._keep else "dull")
-        return plugin_pb.DecideGroupsResponse(decisions=[decision])
+        return plugin_pb.DecideGroupsResponse(decisions=[decision] * self._decisions)
 
 
 SAMPLES = [pb.Sample(sample_index=i, response_text=str(i)) for i in range(3)]
@@ -272,6 +275,21 @@ async def test_a_reward_server_scores_and_its_odd_answers_stay_unscored() -> Non
     assert (first.reward, dict(first.parts)) == (0.5, {"format": 1.0})
     assert (second.reward, second.unscored) == (None, "NOT_FINITE")
     assert (third.unscored, third.detail) == ("TIMEOUT", "judge is slow")
+
+
+async def test_what_a_reward_server_says_at_length_is_cut_or_left_unscored() -> None:
+    scores = [
+        plugin_pb.SampleScore(reward=1.0, parts={"a": float("inf"), "b": 0.5}, detail="long " * 1_000_000),
+        plugin_pb.SampleScore(reward=1.0, parts={str(i): 1.0 for i in range(100_000)}),
+        plugin_pb.SampleScore(detail="x" * 10_000_000),
+    ]
+    async with serving(Plugin(scores)) as address:
+        reward = PluginReward(f"grpc://{address}", 20.0)
+        first, second, third = await reward.score(pb.Prompt(), SAMPLES, "train")
+        await reward.close()
+    assert (first.reward, dict(first.parts), len(first.detail)) == (1.0, {"b": 0.5}, 300)
+    assert (second.unscored, second.detail) == ("RAISED", "the reward has 100000 parts, at most 100 are metrics")
+    assert (third.unscored, len(third.detail)) == ("RAISED", 300)
 
 
 async def test_a_reward_server_that_answers_short_late_or_not_at_all_shifts_nothing() -> None:
@@ -296,3 +314,7 @@ async def test_filters_look_at_raw_rewards_and_unscored_samples_do_not_count() -
     assert await NonzeroStd().drop_reason(group(1, None, None)) == "zero_std"
     async with serving(Plugin([], keep=False)) as address:
         assert await PluginFilter(f"grpc://{address}", 2.0).drop_reason(group(1)) == "dull"
+    for decisions in (0, 2):
+        async with serving(Plugin([], decisions=decisions)) as address:
+            with pytest.raises(FunctionError, match=f"the plug-in returned {decisions} decisions for 1 group"):
+                await PluginFilter(f"grpc://{address}", 2.0).drop_reason(group(1))

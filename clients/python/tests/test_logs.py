@@ -83,6 +83,11 @@ def test_names_of_secrets_are_known(name: str) -> None:
     assert starred({name: "[CLS]"}) == {name: STARS}
 
 
+def test_text_that_is_no_valid_unicode_is_logged_too(lines: Any) -> None:
+    log.warning("the reward said \ud83d", detail="\ud83d")
+    assert lines()[0]["msg"] == "the reward said \ud83d"
+
+
 def test_secrets_are_starred_out_of_messages_fields_and_stacks(lines: Any) -> None:
     register_secret("hunter2-token")
     log.warning("sending Bearer abc.def to hunter2-token", token="abc", auth_token="x", note="password=letmein, ok")

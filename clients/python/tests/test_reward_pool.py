@@ -95,6 +95,34 @@ def keep_odd(samples, record):
 
 def forgets_return(samples):
     pass
+
+def interrupts():
+    raise KeyboardInterrupt("\\ud83d")
+
+async def quits_async():
+    raise SystemExit("enough")
+
+class Own(BaseException):
+    def __str__(self):
+        raise self
+
+def raises_silently():
+    raise Own
+
+class Unreadable(list):
+    def __iter__(self):
+        raise Own
+
+    __repr__ = __bool__ = __iter__
+
+def unreadable_list(samples):
+    return Unreadable([1.0])
+
+def unreadable_filter(samples):
+    return Unreadable([1.0])
+
+def surrogate_reason(samples):
+    return False, "\\ud83d"
 """
 
 
@@ -225,6 +253,28 @@ async def test_exit_in_a_reward_and_prints_do_no_harm(rewards: Path) -> None:
         assert pool.pids == pids
 
 
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("interrupts", "{}", "KeyboardInterrupt: \\ud83d"),
+        ("quits_async", "{}", "SystemExit: enough"),
+        ("raises_silently", "{}", "Own (its message raises Own)"),
+        ("unreadable_list", "{}", "cannot be read: Own (its message raises Own)"),
+        ("label", "no JSON", "the prompt's record cannot be read: JSONDecodeError"),
+        ("label", "[" * 100_000, "the prompt's record cannot be read: RecursionError"),
+    ],
+)
+async def test_whatever_a_reward_does_it_is_told_in_valid_words_and_costs_no_process(
+    rewards: Path, name: str, record: str, says: str
+) -> None:
+    async with RewardPool(1, timeout_s=5) as pool:
+        pids = pool.pids
+        (score,) = await pool.score(spec(rewards, name), {}, record, samples(1))
+        assert pool.pids == pids
+    assert score.unscored == "RAISED"
+    assert says in score.detail
+
+
 async def test_what_a_hung_reward_started_ends_with_it(rewards: Path, tmp_path: Path) -> None:
     async with RewardPool(1, timeout_s=1) as pool:
         file = tmp_path / "pid"
@@ -333,6 +383,11 @@ async def test_a_filter_answers_for_a_group_and_its_faults_are_errors(rewards: P
         assert (await pool.decide(spec(rewards, "keep_odd"), {}, '{"n": 3}', samples(2)))[0] is True
         with pytest.raises(FunctionError, match="must return True or False"):
             await pool.decide(spec(rewards, "forgets_return"), {}, "{}", samples(2))
+        with pytest.raises(FunctionError, match="the answer of unreadable_filter cannot be read: Own"):
+            await pool.decide(spec(rewards, "unreadable_filter"), {}, "{}", samples(2))
+        with pytest.raises(FunctionError, match="record cannot be read: JSONDecodeError"):
+            await pool.decide(spec(rewards, "keep_odd"), {}, "no JSON", samples(2))
+        assert await pool.decide(spec(rewards, "surrogate_reason"), {}, "{}", samples(2)) == (False, "\\ud83d")
 
 
 def is_zombie(pid: int) -> bool:

@@ -15,6 +15,22 @@ from vime_client.rewards.reward import apply_score, prompt_arguments
 from vime_client.rewards.values import Score, as_score
 
 
+class Hostile(str):
+    """Text that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise KeyError("\ud83d")
+
+    __str__ = __repr__
+
+
+class HostileNumber:
+    """A number that ends the program which reads it."""
+
+    def __float__(self) -> float:
+        raise SystemExit("\ud83d")
+
+
 @pytest.mark.parametrize(
     ("value", "reward"),
     [
@@ -46,6 +62,7 @@ def test_numbers_of_all_kinds_are_rewards(value: Any, reward: float) -> None:
         ({}, "NOT_A_NUMBER"),
         ({"score": 1}, "NOT_A_NUMBER"),
         (1 + 2j, "NOT_A_NUMBER"),
+        (numpy.complex64(1 + 2j), "NOT_A_NUMBER"),
         (numpy.array([1.0]), "NOT_A_NUMBER"),
         (object(), "NOT_A_NUMBER"),
         (math.nan, "NOT_FINITE"),
@@ -54,12 +71,19 @@ def test_numbers_of_all_kinds_are_rewards(value: Any, reward: float) -> None:
         (10**400, "NOT_FINITE"),
         (numpy.float64("nan"), "NOT_FINITE"),
         ((math.nan, {"a": 1}), "NOT_FINITE"),
+        ((1.0, {"\ud83d": 1}), "RAISED"),
+        ((1.0, {"long" * 100: 1}), "RAISED"),
+        ((1.0, {i: i for i in range(100_000)}), "RAISED"),
+        (Hostile("1"), "RAISED"),
+        ({"reward": Hostile("1")}, "RAISED"),
+        ((1.0, {Hostile("name"): 1}), "RAISED"),
+        (HostileNumber(), "RAISED"),
     ],
 )
 def test_anything_else_leaves_the_sample_unscored_with_its_class(value: Any, reason: str) -> None:
     score = as_score(value)
     assert (score.reward, score.unscored) == (None, reason)
-    assert score.detail
+    assert 0 < len(score.detail) <= 300
     sample = pb.Sample()
     apply_score(sample, score)
     assert not sample.HasField("reward")
@@ -74,6 +98,10 @@ def test_parts_come_with_a_pair_or_a_mapping_and_odd_ones_are_told() -> None:
     odd = as_score((1, {"format": "high", "ok": 1}))
     assert dict(odd.parts) == {"ok": 1.0}
     assert "format='high'" in odd.detail
+    mixed = as_score((1, {"a": math.nan, "b": -math.inf, "c": 10**400, 4: numpy.float32(0.5), "d": "\ud83d" * 1000}))
+    assert dict(mixed.parts) == {"4": 0.5}
+    assert all(f"{name}=" in mixed.detail for name in "abc")
+    apply_score(pb.Sample(), mixed)  # what is told of the others can be sent
 
 
 def test_a_zero_is_a_reward() -> None:

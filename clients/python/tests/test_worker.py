@@ -20,11 +20,16 @@ from vime.common.v1 import trajectory_pb2 as pb
 from vime.common.v1 import weight_version_pb2
 from vime.rollout.v1 import generation_service_pb2
 from vime_client.buffer import BufferClient
+from vime_client.generation import GenerationClient
+from vime_client.rewards.values import Score
 from vime_client.testing import FakeBuffer, FakeEngine, serving
 from vime_client.testing.engine import Reply
+from vime_client.testing.server import refuse
 from vime_client.worker.config import WorkerSettings, WorkerTable
+from vime_client.worker.filters import KeepAll
 from vime_client.worker.leases import HeldLeases
-from vime_client.worker.worker import run_worker
+from vime_client.worker.maker import GroupMaker
+from vime_client.worker.worker import Worker, run_worker
 
 from .conftest import wait_until
 
@@ -38,8 +43,18 @@ def score(text, record, sample_index):
         raise ConnectionError("grader is down")
     return record.get("rewards", [1.0] * 8)[sample_index]
 
-def slow(text):
-    time.sleep(60)
+def surrogate(text, sample_index):
+    if sample_index == 0:
+        raise ValueError("\\ud83d" * 100_000)
+    if sample_index == 1:
+        return 1.0, {"\\ud83d": 1.0}
+    return 1.0
+
+def only_surrogates(text):
+    raise ValueError("\\ud83d")
+
+def fast(text):
+    return 1.0
 
 def keep_first(samples, rewards, record):
     return (rewards[0] == 1.0, "first_wrong")
@@ -192,6 +207,41 @@ async def test_a_prompt_that_an_engine_refuses_is_not_tried_again_there(tmp_path
         await buffer.settled(1)
     assert len(engine.requests) == 1
     assert "PROMPT_TOO_LONG" in buffer.failures[0][2]
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE])
+async def test_a_prompt_that_can_never_be_generated_is_told_as_such_with_the_engines_sentence(
+    tmp_path: Path, code: grpc.StatusCode
+) -> None:
+    engine = FakeEngine()
+    engine.refuse(code, "PROMPT_TOO_LONG", times=1)
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, engine) as task:
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_INVALID
+    assert "refused as asked" in buffer.failures[0][2]
+    assert task.result() == {"failed_invalid": 1}
+
+
+async def test_a_backend_that_answers_unknown_is_a_failed_generation_with_its_words(tmp_path: Path) -> None:
+    async def breaks(request: generation_service_pb2.GenerateRequest) -> Sequence[Reply]:
+        raise RuntimeError("no kernel for head size 24")
+
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, FakeEngine(breaks)):
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_GENERATION
+    assert "no kernel for head size 24 [UNKNOWN]" in buffer.failures[0][2].replace("'>", "")
+
+
+async def test_an_engine_that_takes_no_more_calls_at_once_is_asked_again(tmp_path: Path) -> None:
+    """gRPC's own refusal, as of `maximum_concurrent_rpcs`: a code, and no reason of ours."""
+    engine = FakeEngine()
+    engine.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "", times=2)
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, engine):
+        await buffer.settled(1)
+    assert (len(buffer.groups), len(engine.requests)) == (1, 3)
 
 
 async def test_a_generation_that_hangs_ends_at_its_deadline_and_is_cancelled_on_the_engine(tmp_path: Path) -> None:
@@ -397,6 +447,92 @@ async def test_a_group_whose_insert_was_never_answered_is_counted_as_what_became
         await asyncio.sleep(0.2)
     assert task.result() == {"inserted" if kept else "dropped": 1}
     assert not buffer.failures
+
+
+async def test_what_a_reward_says_in_invalid_text_is_quoted_and_ends_no_worker(tmp_path: Path) -> None:
+    buffer = FakeBuffer([{"prompt": "x"}])
+    async with working(tmp_path, buffer, FakeEngine(), rewards={"default": "reward.py:surrogate"}) as task:
+        await buffer.settled(1)
+    first, second, third, _ = buffer.groups[0].samples
+    assert first.unscored_detail.startswith("ValueError: \\ud83d")
+    assert len(first.unscored_detail) < 400
+    assert (second.unscored_reason, third.reward) == (pb.UNSCORED_REASON_RAISED, 1.0)
+    assert "name of a part" in second.unscored_detail
+    assert task.result() == {"inserted": 1, "unscored_raised": 2}
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=2)
+    async with working(tmp_path, buffer, FakeEngine(), rewards={"default": "reward.py:only_surrogates"}):
+        await buffer.settled(1)
+    assert [failure for _, failure, _ in buffer.failures] == [buffer_pb.FAILURE_CLASS_REWARD] * 2
+    assert "ValueError: \\ud83d" in buffer.failures[0][2]
+
+
+async def test_what_nobody_foresaw_costs_its_own_lease_and_the_worker_goes_on(tmp_path: Path) -> None:
+    class Unforeseen(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    class Breaks:
+        async def score(self, prompt: pb.Prompt, samples: Sequence[pb.Sample], table: str) -> list[Score]:
+            if prompt.text == "good":
+                return [Score(1.0)] * len(samples)
+            raise Unforeseen if prompt.text == "silent" else ValueError("\ud83d " * 1000)
+
+    buffer = FakeBuffer([{"prompt": "bad"}, {"prompt": "silent"}, {"prompt": "good"}], max_attempts=1)
+    async with serving(buffer, FakeEngine()) as address, BufferClient(address) as client:
+        settings = WorkerSettings(buffer_address=address, router_address=address, base_dir=tmp_path, rewards={})
+        async with GenerationClient(address) as engine:
+            maker = GroupMaker(settings, engine, {"default": Breaks()}, KeepAll())
+            worker, stop = Worker(settings, client, maker), asyncio.Event()
+            task = asyncio.create_task(worker.run(stop))
+            await buffer.settled(3)
+            stop.set()
+            counts = await asyncio.wait_for(task, 10)
+    assert counts == {"inserted": 1, "failed_user_code": 2}
+    told = {group: detail for group, failure, detail in buffer.failures if failure == buffer_pb.FAILURE_CLASS_USER_CODE}
+    assert told["train-0"].startswith("ValueError: \\ud83d \\ud83d")
+    assert len(told["train-0"]) <= 300
+    assert told["train-1"] == "Unforeseen (its message raises RuntimeError)"
+
+
+async def test_leases_above_the_cap_of_a_message_are_asked_for_in_smaller_numbers(tmp_path: Path) -> None:
+    """32 records of 3 MB are 96 MB, the cap is 64 MiB; this buffer fills its answers by count alone."""
+    records = [{"prompt": "x", "pad": "." * 3_000_000} for _ in range(32)]
+    buffer = FakeBuffer(records, samples_per_prompt=1, ttl_s=2.0)
+    async with working(tmp_path, buffer, FakeEngine(), rewards={"default": "reward.py:fast"}, reward_processes=2):
+        await buffer.settled(32, 120)
+    assert len({group.group_id for group in buffer.groups}) == 32
+    assert not buffer.given_up
+
+
+async def test_a_group_above_the_cap_is_given_back_with_both_numbers(tmp_path: Path) -> None:
+    class Full(FakeBuffer):
+        async def InsertGroup(self, request: buffer_pb.InsertGroupRequest, context: Any) -> Any:
+            message = "SERVER: Received message larger than max (70000000 vs. 67108864)"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, message, "")
+
+    buffer = Full([{"prompt": "x"}], max_attempts=1)
+    async with working(tmp_path, buffer, FakeEngine()):
+        await buffer.settled(1)
+    assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_GENERATION
+    assert "70000000 vs. 67108864" in buffer.failures[0][2]
+
+
+@pytest.mark.parametrize("code", ["RESOURCE_EXHAUSTED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "CANCELLED"])
+async def test_a_finished_group_outlasts_refusals_that_tell_no_reason(tmp_path: Path, code: str) -> None:
+    class Behind(FakeBuffer):
+        refused = 0
+
+        async def InsertGroup(self, request: buffer_pb.InsertGroupRequest, context: Any) -> Any:
+            self.refused += 1
+            if self.refused <= 2:
+                await context.abort(grpc.StatusCode[code], "not now")
+            return await super().InsertGroup(request, context)
+
+    buffer, engine = Behind([{"prompt": "x"}], max_attempts=1), FakeEngine()
+    async with working(tmp_path, buffer, engine) as task:
+        await buffer.settled(1)
+    assert (len(engine.requests), len(buffer.groups), buffer.failures) == (1, 1, [])
+    assert task.result() == {"inserted": 1}
 
 
 async def test_every_sample_is_inserted_once_over_many_prompts(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from vime.common.v1 import trajectory_pb2
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import LeaseLost, RpcError, rpc_errors
 from vime_client.logs import get_logger
+from vime_client.one_line import one_line, told
 
 CALL_SECONDS = 30.0
 """Deadline of calls that answer at once."""
@@ -106,8 +107,8 @@ class BufferClient:
     async def fail(
         self, lease_id: str, failure: pb.FailureClass.ValueType, detail: str = "", timeout_s: float = CALL_SECONDS
     ) -> pb.FailPromptResponse:
-        """Give a lease back with the class of its failure."""
-        request = pb.FailPromptRequest(lease_id=lease_id, failure=failure, detail=detail)
+        """Give a lease back with the class of its failure; `detail` becomes one valid line."""
+        request = pb.FailPromptRequest(lease_id=lease_id, failure=failure, detail=one_line(detail))
         with rpc_errors("buffer.FailPrompt"):
             return await self._prompts.FailPrompt(request, timeout=timeout_s)
 
@@ -151,7 +152,7 @@ class LeasedPrompt:
         stopping = kind is not None and issubclass(kind, asyncio.CancelledError)
         failure = pb.FAILURE_CLASS_SHUTDOWN if stopping else pb.FAILURE_CLASS_USER_CODE
         try:
-            await self.fail(failure, "" if error is None else f"{type(error).__name__}: {error}")
+            await self.fail(failure, "" if error is None else told(error))
         except RpcError as refused:
             if error is None:
                 raise

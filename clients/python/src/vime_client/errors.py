@@ -56,7 +56,19 @@ class RpcError(Exception):
     @property
     def transient(self) -> bool:
         """True if the same call can succeed later without anything else changing."""
-        return self.code is grpc.StatusCode.UNAVAILABLE or self.retry_after is not None
+        return self.code is grpc.StatusCode.UNAVAILABLE or self.retry_after is not None or self._has_no_room
+
+    @property
+    def too_large(self) -> bool:
+        """True if the request or the answer is above a cap; the message holds both numbers. Waiting does not help."""
+        if self.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return False
+        return self.reason == "MESSAGE_TOO_LARGE" or (not self.reason and "larger than max" in self.message)
+
+    @property
+    def _has_no_room(self) -> bool:
+        """gRPC itself refuses so, without a reason of ours, when more calls run than a server takes at once."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not self.reason and not self.too_large
 
     @classmethod
     def from_aio(cls, error: grpc.aio.AioRpcError, call: str = "") -> RpcError:

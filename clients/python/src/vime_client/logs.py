@@ -64,7 +64,7 @@ def setup_logging(service: str, config: LogConfig | None = None) -> None:
     root.setLevel(config.level)
     if config.file is not None:
         config.file.parent.mkdir(parents=True, exist_ok=True)
-        _add(root, logging.FileHandler(config.file, mode="a", encoding="utf-8"), JsonFormatter(service))
+        _add(root, _file(config.file), JsonFormatter(service))
     if config.stderr:
         _add(root, logging.StreamHandler(sys.stderr), HumanFormatter(service))
 
@@ -129,6 +129,11 @@ class HumanFormatter(logging.Formatter):
 
 _secrets: set[str] = set()
 _secrets_lock = threading.Lock()
+
+
+def _file(path: Path) -> logging.Handler:
+    """A file that takes text with lone surrogates too: a line that says what was wrong must not be lost for it."""
+    return logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
 
 
 def _add(root: logging.Logger, handler: logging.Handler, formatter: logging.Formatter) -> None:

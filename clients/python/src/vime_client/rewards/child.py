@@ -17,9 +17,10 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from vime_client.one_line import one_line, told
 from vime_client.rewards.functions import FunctionError, FunctionSpec, UserFunction, load_function
 from vime_client.rewards.values import Score, as_score, unscored
 
@@ -53,7 +54,15 @@ class Child:
         return {"names": function.names, "takes_all": function.takes_all, "is_async": function.is_async}
 
     async def _run(self, function: UserFunction, job: Mapping[str, Any]) -> None:
-        record = json.loads(job["record_json"]) if job["record_json"] else {}
+        try:
+            record = json.loads(job["record_json"]) if job["record_json"] else {}
+        except (ValueError, RecursionError) as error:
+            wrong = f"the prompt's record cannot be read: {told(error)}"
+            if job.get("raw"):
+                self._send({"error": wrong})
+            else:
+                self._send_scores([unscored("RAISED", wrong)] * len(job["samples"]))
+            return
         common = {**job["common"], "record": record}
         if isinstance(record, dict) and "answer" in record:
             common["answer"] = record["answer"]
@@ -118,9 +127,12 @@ async def _batch(
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__iter__"):
         wrong = f"{function.spec.name} must return a list of {len(samples)} rewards, got {type(value).__name__}"
         return [unscored("RAISED", wrong, seconds)] * len(samples)
-    values = list(value)
-    if len(values) != len(samples):
+    try:
+        values = list(value)
         wrong = f"{function.spec.name} returned {len(values)} rewards for {len(samples)} samples"
+    except BaseException as error:  # noqa: BLE001 - a user's list raises anything
+        values, wrong = [], f"the rewards of {function.spec.name} cannot be read: {told(error)}"
+    if len(values) != len(samples):
         return [unscored("RAISED", wrong, seconds)] * len(samples)
     return [as_score(item, seconds / len(samples)) for item in values]
 
@@ -132,11 +144,15 @@ async def _raw(
     value, failure, _ = await _call(function, {**common, "samples": samples}, record, None)
     if failure is not None:
         return {"error": failure.detail}
-    keep, reason = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, "")
-    # numpy's bool is no bool; anything that is not a truth value is a mistake, such as a forgotten return.
-    if not isinstance(keep, bool) and type(keep).__name__ not in ("bool_", "bool"):
-        return {"error": f"{function.spec.name} must return True or False, or (True or False, reason), got {value!r}"}
-    return {"value": [bool(keep), str(reason)]}
+    try:
+        keep, reason = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, "")
+        # numpy's bool is no bool; anything that is not a truth value is a mistake, such as a forgotten return.
+        if isinstance(keep, bool) or type(keep).__name__ in ("bool_", "bool"):
+            return {"value": [bool(keep), one_line(str(reason))]}
+        wrong = f"{function.spec.name} must return True or False, or (True or False, reason), got {value!r}"
+    except BaseException as error:  # noqa: BLE001 - reading it runs the user's code, which raises anything
+        wrong = f"the answer of {function.spec.name} cannot be read: {told(error)}"
+    return {"error": one_line(wrong)}
 
 
 async def _call(
@@ -147,24 +163,36 @@ async def _call(
         arguments = function.arguments(known, record if isinstance(record, Mapping) else {})
         value = function.call(**arguments)
         if inspect.isawaitable(value):
-            task = asyncio.ensure_future(value)
+            task = asyncio.ensure_future(_caught(value))
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
             if not done:
                 task.cancel()
                 seconds = time.monotonic() - start
                 return None, unscored("TIMEOUT", f"no reward after {timeout_s} s", seconds), seconds
-            value = task.result()
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - a user's code raises anything
+            value, raised = task.result()
+            if raised is not None:
+                seconds = time.monotonic() - start
+                return None, unscored("RAISED", _where(raised, function), seconds), seconds
+    except BaseException as error:  # noqa: BLE001 - a user's code raises anything
         seconds = time.monotonic() - start
         return None, unscored("RAISED", _where(error, function), seconds), seconds
     return value, None, time.monotonic() - start
+
+
+async def _caught(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What an async reward returns or raises: a task that ended in SystemExit would end the loop of all."""
+    try:
+        # bounded by: the time-out of whoever waits for this task
+        return await value, None
+    except BaseException as error:  # noqa: BLE001 - a user's code raises anything
+        return None, error
 
 
 def _where(error: BaseException, function: UserFunction) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     own = [f for f in frames if f.filename == function.spec.place] or frames
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return told(error) + place
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vime_client.one_line import told
+
 
 class FunctionError(ValueError):
     """The function cannot be found or cannot be called; the message names the file or module and what it has."""
@@ -119,7 +121,7 @@ def _load_file(path: Path) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise FunctionError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise FunctionError(f"{path} cannot be imported: {told(error)}") from error
     return module
 
 
@@ -127,7 +129,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise FunctionError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise FunctionError(f"module {name} cannot be imported: {told(error)}") from error
 
 
 def _inspect(spec: FunctionSpec, call: Callable[..., Any]) -> UserFunction:

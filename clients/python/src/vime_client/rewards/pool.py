@@ -201,7 +201,9 @@ class RewardPool:
             raise PoolClosed("the reward pool is closed")
         try:
             yield process
-        except asyncio.CancelledError:
+        except FunctionError:
+            raise
+        except BaseException:  # a conversation that broke off: a late answer would be taken for the next one's
             await self._replace(process)
             raise
         finally:

@@ -17,7 +17,7 @@ from vime.plugin.v1 import plugin_service_pb2, plugin_service_pb2_grpc
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.rewards.functions import FunctionSpec
 from vime_client.rewards.pool import RewardPool
-from vime_client.rewards.values import Score, Unscored, unscored
+from vime_client.rewards.values import Score, Unscored, scored, unscored
 
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
@@ -151,7 +151,5 @@ def _from_plugin(score: plugin_service_pb2.SampleScore, seconds: float) -> Score
         return unscored(
             known.get(score.unscored_reason, "RAISED"), score.detail or "the plug-in gave no reward", seconds
         )
-    if not math.isfinite(score.reward):
-        return unscored("NOT_FINITE", f"the reward is {score.reward}", seconds)
     parts = {name: part for name, part in score.parts.items() if math.isfinite(part)}
-    return Score(score.reward, None, score.detail, parts, seconds)
+    return scored(score.reward, parts, score.detail, seconds)

@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vime_client.one_line import is_valid, one_line, told
+
+_MOST_PARTS = 100
+_LONGEST_PART_NAME = 100
 Unscored = Literal[
     "RAISED", "TIMEOUT", "CRASHED", "NOT_FINITE", "NOT_A_NUMBER", "NO_RESPONSE"
 ]  # names of vime.common.v1.UnscoredReason
@@ -30,28 +34,44 @@ class Score:
 
 
 def unscored(reason: Unscored, detail: str, seconds: float = 0.0) -> Score:
-    """A score without a reward; `detail` is cut to one line of at most 300 characters."""
+    """A score without a reward; `detail` becomes one valid line."""
     return Score(None, reason, one_line(detail), {}, seconds)
 
 
-def one_line(text: str, limit: int = 300) -> str:
-    """`text` as one line, cut at `limit` characters."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+def scored(reward: float, parts: Mapping[str, float], detail: str, seconds: float) -> Score:
+    """A score with a reward, or without one where the reward or its parts cannot be sent and counted.
+
+    Parts become metrics: at most 100, under valid names of at most 100 characters.
+    """
+    if not math.isfinite(reward):
+        return unscored("NOT_FINITE", f"the reward is {reward}", seconds)
+    if len(parts) > _MOST_PARTS:
+        return unscored("RAISED", f"the reward has {len(parts)} parts, at most {_MOST_PARTS} are metrics", seconds)
+    for name in parts:
+        if not is_valid(name) or len(name) > _LONGEST_PART_NAME:
+            shown = f"{one_line(ascii(name), 40)} of {len(name)} characters"
+            most = f"text of at most {_LONGEST_PART_NAME} characters"
+            return unscored("RAISED", f"the name of a part is no valid {most}: {shown}", seconds)
+    return Score(reward, None, one_line(detail), parts, seconds)
 
 
 def as_score(value: Any, seconds: float = 0.0) -> Score:
     """Read what a reward function returned: a number, (number, parts) or a mapping with "reward".
 
     True, ints, Fractions, Decimals and zero-dimensional numpy or torch values are numbers. In a mapping, every other
-    entry that is a number is a part, and "parts" may hold more.
+    entry that is a number is a part, and "parts" may hold more. Never raises, whatever the value does when it is read.
     """
+    try:
+        return _read(value, seconds)
+    except BaseException as error:  # noqa: BLE001 - reading it runs the user's code, which raises anything
+        return unscored("RAISED", f"the reward cannot be read: {told(error)}", seconds)
+
+
+def _read(value: Any, seconds: float) -> Score:
     reward, parts = _split(value)
     number = as_number(reward)
     if number is None:
         return unscored("NOT_A_NUMBER", f"the reward is {_shown(reward)}, not a number", seconds)
-    if not math.isfinite(number):
-        return unscored("NOT_FINITE", f"the reward is {number}", seconds)
     kept, odd = {}, []
     for name, part in parts.items():
         value_of_part = as_number(part)
@@ -59,8 +79,7 @@ def as_score(value: Any, seconds: float = 0.0) -> Score:
             kept[str(name)] = value_of_part
         else:
             odd.append(f"{name}={_shown(part)}")
-    detail = one_line("parts left out: " + ", ".join(odd)) if odd else ""
-    return Score(number, None, detail, kept, seconds)
+    return scored(number, kept, "parts left out: " + ", ".join(odd[:_MOST_PARTS]) if odd else "", seconds)
 
 
 def as_number(value: Any) -> float | None:
@@ -69,6 +88,8 @@ def as_number(value: Any) -> float | None:
         return None
     if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
         return None
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        return None  # numpy's would lose their imaginary part
     try:
         return float(value)
     except OverflowError:

@@ -12,6 +12,7 @@ from pydantic import Field
 from vime.buffer.v1 import prompt_service_pb2
 from vime.common.v1 import trajectory_pb2 as pb
 from vime_client.config_loading import ConfigModel
+from vime_client.one_line import is_valid, told
 
 SFT_TABLE = "sft"
 
@@ -35,11 +36,15 @@ def demonstration_of(prompt: pb.Prompt, section: DemonstrationSection) -> str:
     Raises:
         BadDemonstration: there is none, or it is no text.
     """
-    found = json.loads(prompt.record_json).get(section.response_key)
-    if not isinstance(found, str) or not found:
+    try:
+        record = json.loads(prompt.record_json)
+    except (ValueError, RecursionError) as error:
+        raise BadDemonstration(f"record {prompt.prompt_id} cannot be read: {told(error)}") from error
+    found = record.get(section.response_key) if isinstance(record, dict) else None
+    if not isinstance(found, str) or not found or not is_valid(found):
         raise BadDemonstration(
             f'record {prompt.prompt_id} has {json.dumps(found)} under "{section.response_key}": a demonstration is '
-            "text that is not empty (worker.demonstration.response_key names its key)"
+            "valid text that is not empty (worker.demonstration.response_key names its key)"
         )
     return found
 

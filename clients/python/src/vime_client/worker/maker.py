@@ -22,7 +22,7 @@ from vime_client.retry import is_transient, whole_step
 from vime_client.rewards.functions import FunctionError
 from vime_client.rewards.reward import Reward, apply_score
 from vime_client.rewards.values import Score, unscored
-from vime_client.worker.config import WorkerSettings, WorkerTable
+from vime_client.worker.config import WorkerSettings
 from vime_client.worker.demonstrations import (
     SFT_TABLE,
     BadDemonstration,
@@ -37,6 +37,12 @@ _ABORTED_ATTEMPTS = 3
 """How often one lease is generated again because samples were aborted, such as by weight updates."""
 _RENDERED_KEPT = 4096
 """Prompts whose ids are kept."""
+_CLASS_OF = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: buffer_pb.FAILURE_CLASS_TIMEOUT,
+    # Every engine would say the same of this prompt, however often it is leased.
+    grpc.StatusCode.INVALID_ARGUMENT: buffer_pb.FAILURE_CLASS_INVALID,
+    grpc.StatusCode.OUT_OF_RANGE: buffer_pb.FAILURE_CLASS_INVALID,
+}
 _log = get_logger(__name__)
 _tracer = trace.get_tracer("vime_client.worker")
 _keep_all = KeepAll()
@@ -80,23 +86,25 @@ class GroupMaker:
     async def make(self, lease: buffer_pb.PromptLease) -> Made | Failed:
         """The lease's group, or why there is none. Raises only what is a fault of this program."""
         table = self._settings.table(lease.table)
+        seconds = lease.generation_deadline.ToTimedelta().total_seconds() or table.generation_timeout_s
         try:
-            group = await self._generate_again(lease, table)
+            group = await self._generate_again(lease, seconds, routes=lease.require_routes or table.require_routes)
         except TimeoutError:
-            return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT, f"no group within {table.generation_timeout_s:g} s")
+            return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT, f"no group within {seconds:g} s")
         except RpcError as error:
-            late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-            return Failed(buffer_pb.FAILURE_CLASS_TIMEOUT if late else buffer_pb.FAILURE_CLASS_GENERATION, str(error))
+            return Failed(_CLASS_OF.get(error.code, buffer_pb.FAILURE_CLASS_GENERATION), str(error))
         except (Aborted, BadGeneration) as error:
             return Failed(buffer_pb.FAILURE_CLASS_GENERATION, str(error))
         except BadDemonstration as error:
-            return Failed(buffer_pb.FAILURE_CLASS_USER_CODE, str(error))
+            return Failed(buffer_pb.FAILURE_CLASS_INVALID, str(error))
         scores = await self._score(group, lease.reward or table.reward)
         if all(score.unscored for score in scores):
             return Failed(buffer_pb.FAILURE_CLASS_REWARD, f"no sample has a reward: {scores[0].detail}")
         return await self._filtered(group)
 
-    async def _generate_again(self, lease: buffer_pb.PromptLease, table: WorkerTable) -> pb.TrajectoryGroup:
+    async def _generate_again(
+        self, lease: buffer_pb.PromptLease, generation_s: float, *, routes: bool
+    ) -> pb.TrajectoryGroup:
         """The whole step again, from the prompt, where that can help.
 
         While no engine can take it (none there, none with the right weights, the router away) the lease is held, for up
@@ -115,8 +123,8 @@ class GroupMaker:
         steps = whole_step(f"group {lease.group_id}", attempts=10_000, seconds=seconds, max_wait_s=5.0, retry_if=again)
         async for attempt in steps:
             with attempt:
-                async with asyncio.timeout(table.generation_timeout_s):
-                    return await self._generate(lease, table.generation_timeout_s, routes=table.require_routes)
+                async with asyncio.timeout(generation_s):
+                    return await self._generate(lease, generation_s, routes=routes)
         raise AssertionError("tenacity returned without a result or an error")
 
     async def _generate(self, lease: buffer_pb.PromptLease, seconds: float, *, routes: bool) -> pb.TrajectoryGroup:

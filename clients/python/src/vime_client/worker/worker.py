@@ -15,9 +15,10 @@ from vime_client.buffer import BufferClient, is_gone, new_request_id, was_insert
 from vime_client.errors import RpcError
 from vime_client.generation import GenerationClient
 from vime_client.logs import get_logger
+from vime_client.one_line import told
 from vime_client.retry import is_transient, whole_step
 from vime_client.rewards.functions import FunctionSpec
-from vime_client.rewards.pool import RewardPool
+from vime_client.rewards.pool import PoolClosed, RewardPool
 from vime_client.rewards.reward import Reward, is_plugin, make_reward
 from vime_client.worker.config import WorkerSettings
 from vime_client.worker.filters import make_filter
@@ -27,6 +28,16 @@ from vime_client.worker.maker import Failed, GroupMaker, Made
 _LINGER_S = 0.01
 """After a lease ends, wait this long for others to end too: one LeasePrompts for several instead of one each."""
 _AWAY_WAIT_S = 0.5
+_UNTOLD = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.ABORTED,
+    }
+)
+"""Without a reason of ours: what proxies, and gRPC itself, answer for a service that is not there or broke off."""
 _log = get_logger(__name__)
 _tracer = trace.get_tracer("vime_client.worker")
 
@@ -108,8 +119,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         heard = loop.time()
         request_id = new_request_id()
+        most = self._settings.concurrency
         while True:
-            free = self._settings.concurrency - len(self._leases)
+            free = min(self._settings.concurrency - len(self._leases), most)
             if free <= 0:
                 # bounded by: the leases' own work, each part of which has a time
                 await asyncio.wait(list(self._leases), return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +132,12 @@ class Worker:
                     self._settings.worker_id, free, self._settings.lease_wait_s, request_id=request_id
                 )
             except RpcError as error:
-                if not _passes(error):
+                if error.too_large:  # leases of a buffer that does not fill its answers by bytes; they expire
+                    heard, most, request_id = loop.time(), max(1, free // 2), new_request_id()
+                    _log.error("an answer with leases is too large, asking for fewer", asked=free, cause=str(error))
+                    await asyncio.sleep(_LINGER_S if free > 1 else _AWAY_WAIT_S)
+                    continue
+                if not _draw_passes(error):
                     raise
                 if loop.time() - heard > self._settings.buffer_away_s:
                     away = f"the buffer at {self._settings.buffer_address} is away for {loop.time() - heard:.0f} s"
@@ -128,6 +145,7 @@ class Worker:
                 await asyncio.sleep(max(_AWAY_WAIT_S, error.retry_after or 0.0))
                 continue
             heard = loop.time()
+            most = min(2 * most, self._settings.concurrency)
             request_id = new_request_id()  # not before an answer: what a lost one granted is still ours
             for lease in answer.leases:
                 self._leases.hold(lease, group.create_task(self._work(lease)))
@@ -142,12 +160,24 @@ class Worker:
         }
         with _tracer.start_as_current_span("worker.group", attributes=attributes) as span:
             try:
-                made = await self._maker.make(lease)
-                outcome = await self._settle(lease, made)
+                outcome = await self._made_and_settled(lease)
             except asyncio.CancelledError:
                 outcome = await self._let_go(lease)
             span.set_attribute("outcome", outcome)
         self.counts[outcome] += 1
+
+    async def _made_and_settled(self, lease: pb.PromptLease) -> str:
+        """The boundary around the work of one lease: what nobody foresaw costs this lease, never the worker.
+
+        Where every lease fails so, the buffer's bound on prompts given up in a row ends the run.
+        """
+        try:
+            return await self._settle(lease, await self._maker.make(lease))
+        except PoolClosed:
+            raise  # no lease's fault: no reward can be run any more, and a new worker may
+        except Exception as error:  # noqa: BLE001 - a prompt, a reward and a plug-in are not ours: any class may come
+            _log.exception("the work of a lease failed", group_id=lease.group_id, attempt=lease.attempt)
+            return await self._settle(lease, Failed(pb.FAILURE_CLASS_USER_CODE, told(error)))
 
     async def _settle(self, lease: pb.PromptLease, made: Made | Failed) -> str:
         """Tell the buffer what came of a lease; a worker that stops meanwhile still does it, in bounded time."""
@@ -214,10 +244,20 @@ class Worker:
 
 
 def _passes(error: BaseException) -> bool:
-    """True if the same call may succeed later: transient, or a deadline that a half-open connection ran out."""
-    if isinstance(error, RpcError) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return True
-    return is_transient(error)
+    """True if the same call may succeed later: transient, a deadline that a half-open connection ran out, or an answer
+    that tells no reason, so that it came from something before the buffer rather than from the buffer."""
+    if not isinstance(error, RpcError):
+        return is_transient(error)
+    untold = not error.reason and error.code in _UNTOLD
+    return error.transient or untold or error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _draw_passes(error: RpcError) -> bool:
+    """As `_passes`; but a method that is not there is another service's address, and a buffer that fails at one prompt
+    may have others."""
+    if error.code is grpc.StatusCode.UNIMPLEMENTED:
+        return False
+    return _passes(error) or error.code is grpc.StatusCode.INTERNAL
 
 
 async def _touch(file: Path | None) -> None:
