@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from vime.common.v1.tensor_pb2 import PayloadHandle
@@ -22,7 +24,7 @@ from vime.rollout.v1.generation_service_pb2 import GenerateRequest, GenerateStre
 from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 from vime_client.channel import ChannelSettings, open_channel
 from vime_rollout.config import FakeConfig, RolloutSettings, RouterLink, UpdateConfig
-from vime_rollout.engines.fake import make_weights
+from vime_rollout.engines.fake import EOS, make_weights
 from vime_rollout.wiring import Rollout
 from vime_router.config import RouterSection
 from vime_router.wiring import Router
@@ -45,12 +47,14 @@ class System:
     engines: dict[str, Any] = field(default_factory=dict)
     stacks: dict[str, AsyncExitStack] = field(default_factory=dict)
 
+    step_seconds: float = 0.005
+
     async def start_engine(self, engine_id: str, router: str) -> None:
         stack = self.stacks[engine_id] = AsyncExitStack()
         settings = RolloutSettings(
             engine_id=engine_id,
             engine="fake",
-            fake=FakeConfig(step_seconds=0.005),
+            fake=FakeConfig(step_seconds=self.step_seconds),
             updates=UpdateConfig(staging_dir=self.folder / engine_id, payload_dir=self.folder),
             router=RouterLink(address=router),
         )
@@ -65,9 +69,9 @@ class System:
     async def stop(self, engine_id: str) -> None:
         await self.stacks.pop(engine_id).aclose()
 
-    async def publish(self, step: int, *engine_ids: str) -> VersionKey:
+    async def publish(self, step: int, *engine_ids: str, weights: dict[str, torch.Tensor] | None = None) -> VersionKey:
         """The engines load version `step` from the payload store."""
-        weights, version = make_weights(step), VersionKey("run", 1, step)
+        weights, version = weights or make_weights(step), VersionKey("run", 1, step)
         manifest = Manifest.of(version, weights.items(), BucketLayout(64 << 10))
         file = self.folder / f"{step}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
@@ -83,8 +87,8 @@ class System:
 
 
 @pytest.fixture
-async def system(tmp_path: Path) -> AsyncIterator[System]:
-    made = System(tmp_path)
+async def system(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[System]:
+    made = System(tmp_path, step_seconds=getattr(request, "param", 0.005))
     router = Router(RouterSection(heartbeat_period_s=PERIOD, queue_timeout_s=20))
     async with (
         serving("router", "vime-router", ServerConfig(grace_seconds=0.1), router.register) as service,
@@ -140,6 +144,33 @@ async def test_a_stream_whose_engine_stops_ends_on_the_other_with_true_spans_and
     assert segments[0].source == RoutingSource.ROUTING_SOURCE_PREFILLED
     assert sum(segment.rows for segment in segments) == len(PROMPT) + tokens - 1
     assert sum(s.rows for s in segments if s.source == RoutingSource.ROUTING_SOURCE_PREFILLED) == len(PROMPT) + border
+
+
+@pytest.mark.parametrize("system", [0.15], indirect=True)  # a piece for every token
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"), [("zzz", 13, "😀b中文c"), ("文c!!", 13, "😀b中文c"), ("b中", 8, "😀")]
+)
+async def test_text_and_stop_strings_are_those_of_the_whole_response_when_its_engine_dies(
+    system: System, stop: str, tokens: int, text: str
+) -> None:
+    """After 6 or 7 tokens, in the middle of a character: its bytes, and a stop string's beginning, were held back."""
+    ids = [PROMPT[-1], *"😀b中文c".encode(), EOS]
+    weights = make_weights(1)
+    weights["table.weight"] = torch.zeros_like(weights["table.weight"])
+    for token, after in pairwise(ids):
+        weights["table.weight"][token, after] = 100.0
+    await system.publish(1, "e0", "e1", weights=weights)
+    sampling = SamplingParams(max_tokens=20, stop=[stop])
+    request = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, seeds=[7], sampling=sampling, return_text=True)
+    got, said, engines = list[int](), "", list[str]()
+    async for piece in system.client.GenerateStream(GenerateStreamRequest(generate=request), timeout=30):
+        got += piece.response_token_ids
+        said += piece.text
+        engines.append(piece.engine_id)
+        if len(got) >= 6 and len(system.stacks) == 2:
+            await system.stop(engines[0])
+    assert len(set(engines)) == 2
+    assert (got, said) == (ids[1 : tokens + 1], text)
 
 
 async def test_an_engine_without_published_weights_renders_but_does_not_generate(system: System) -> None:

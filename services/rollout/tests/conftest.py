@@ -148,7 +148,7 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(path: Path, seed: int, tied: bool = False) -> Any:
+def make_model(path: Path, seed: int, tied: bool = False, head_dim: int = 32) -> Any:
     """A random Qwen3-MoE of 3 layers, the middle one dense, fp32, with its tokenizer, saved to `path`."""
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -161,7 +161,7 @@ def make_model(path: Path, seed: int, tied: bool = False) -> Any:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from vime_rollout.control import Control
-from vime_rollout.engine import EngineError, FinishReason, PauseMode
-from vime_rollout.engines.fake import make_weights
+from vime_rollout.engine import EngineError, FinishReason, MemoryPart, PauseMode
+from vime_rollout.engines.fake import FakeEngine, make_weights
 from vime_rollout.traffic import VersionSpan
-from vime_service.errors import EngineFailed, FailedPrecondition, StaleIncarnation, Unavailable
+from vime_service.errors import EngineFailed, FailedPrecondition, LoadFailed, StaleIncarnation, Unavailable
 
-from .conftest import Stack, request_of, version
+from .conftest import Stack, manifest_of, request_of, version
 from .test_generation import PROMPT, slow, until_running
 
 A, B = make_weights(0), make_weights(1)
@@ -110,6 +111,57 @@ async def test_a_device_given_away_ends_what_runs_and_comes_back_with_the_same_w
     await control.take_device(ME)
     await control.take_device(ME)
     assert (await waiting)[0].end.spans == (VersionSpan(0, version(1)),)
+
+
+@pytest.mark.parametrize("end", ["commit", "a commit that fails", "abort", "resume"])
+async def test_a_device_taken_back_for_an_update_wakes_no_kv_before_the_new_weights_are_loaded(
+    fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    engine, calls = fake_stack.engine, list[str]()
+    await fake_stack.publish(1, A)
+    await control.give_device(ME)
+    await fake_stack.stage(manifest_of(2, B), B)
+    wake, resume, load = engine.wake, engine.resume, engine.load_weights
+
+    async def woken(part: MemoryPart | None = None) -> None:
+        calls.append("all" if part is None else part.value)
+        await wake(part)
+
+    async def resumed() -> None:
+        calls.append("resume")
+        await resume()
+
+    async def loaded(*args: Any) -> Any:
+        calls.append("load")
+        return await load(*args)
+
+    monkeypatch.setattr(engine, "wake", woken)
+    monkeypatch.setattr(engine, "resume", resumed)
+    monkeypatch.setattr(engine, "load_weights", loaded)
+    await control.take_device(ME)
+    waiting = asyncio.create_task(fake_stack.generate("n", PROMPT))
+    await asyncio.sleep(0.01)
+    assert (calls, waiting.done()) == (["weights"], False)
+    if end == "commit":
+        await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+        assert calls[:4] == ["weights", "load", "kv_cache", "resume"]
+        assert (await waiting)[0].end.spans == (VersionSpan(0, version(2)),)
+    elif end == "a commit that fails":
+        assert isinstance(engine, FakeEngine)
+        engine.fail_next_load = "broken"
+        with pytest.raises(LoadFailed):
+            await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+        assert calls == ["weights", "load", "kv_cache", "resume"]
+        with pytest.raises(Unavailable):
+            await waiting
+    else:
+        if end == "abort":
+            await fake_stack.updater.abort(version(2), "test")
+        else:
+            await control.resume(ME)
+        assert calls == ["weights", "kv_cache", "resume"]
+        assert (await waiting)[0].end.spans == (VersionSpan(0, version(1)),)
+    assert not control.paused
 
 
 async def test_a_device_that_cannot_be_given_away_goes_on(

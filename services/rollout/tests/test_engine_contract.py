@@ -178,6 +178,29 @@ async def test_k33_a_stop_string_that_straddles_tokens_keeps_all_sampled_ids(eng
     assert list(output.token_ids) == list(free.token_ids[: len(output.token_ids)])
 
 
+async def test_a_stop_string_that_begins_in_resumed_tokens_ends_the_response(engine: Engine) -> None:
+    ascii_only: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "return_routes": False, "extra": {}}
+    if isinstance(engine, FakeEngine):
+        for token, row in enumerate(engine.weights["table.weight"]):
+            row[40 + (token * 7 + 1) % 20] = 100.0
+    else:
+        ascii_only["extra"] = {"allowed_token_ids": list(range(40, 60))}
+    whole = await last(engine, "a/0", 40, **ascii_only)
+    text = engine.tokenizer.decode(whole.token_ids)
+    stop = text[3:8]
+    count = text.index(stop) + 5
+    stopped = await last(engine, "b/0", 40, stop=(stop,), **ascii_only)
+    assert len(stopped.token_ids) == count
+    for cut in range(1, count):
+        sampling = SamplingSettings(12 - cut, 0.0, stop=(stop,), ignore_eos=True, extra=ascii_only["extra"])
+        ids = [*prompt_of(40), *whole.token_ids[:cut]]
+        request = EngineRequest(f"c{cut}/0", ids, sampling, seed=1, resumed=cut)
+        rest = [output async for output in engine.generate(request)][-1]
+        assert list(rest.token_ids) == list(whole.token_ids[cut:count])
+        assert rest.end is not None
+        assert rest.end.matched_stop == stop
+
+
 async def test_the_budget_ends_a_response_with_length(engine: Engine) -> None:
     output = await last(engine, "a/0", max_tokens=5)
     assert output.end is not None

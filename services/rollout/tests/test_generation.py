@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from vime_rollout.engine import FinishReason, PauseMode
+from vime_rollout.engine import EngineEnd, FinishReason, PauseMode
 from vime_rollout.engines.fake import EOS, FakeEngine, make_weights
 from vime_rollout.generation import PIECE_TOKENS, Piece, cut_routes, spans_of
+from vime_rollout.response_text import ResponseText
 from vime_rollout.traffic import VersionSpan
 from vime_rollout.weights import Fence, FenceKind
 from vime_service.errors import (
@@ -159,6 +162,35 @@ async def test_a_resumed_sample_does_not_draw_the_same_random_numbers_again(fake
     assert list(rest.token_ids[:5]) != list(whole.token_ids[:5])
 
 
+def spelling(text: str) -> dict[str, torch.Tensor]:
+    """Weights that write one text, byte by byte, and end: no byte may come twice."""
+    ids = [1, *text.encode(), EOS]
+    table = torch.zeros_like(A["table.weight"])
+    for token, after in pairwise(ids):
+        table[token, after] = 100.0
+    return {**A, "table.weight": table}
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"), [("zzz", 13, "😀b中文c"), ("文c!!", 13, "😀b中文c"), ("b中", 8, "😀")]
+)
+@pytest.mark.parametrize("cut", range(1, 8))
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_text_and_stop_strings_are_those_of_the_whole_response_wherever_it_moved_to_another_engine(
+    fake_stack: Stack, stop: str, tokens: int, text: str, cut: int, aborted: bool
+) -> None:
+    await fake_stack.publish(1, spelling("😀b中文c"))
+    options = {"max_tokens": 20, "return_text": True, "stop": (stop,), "ignore_eos": False}
+    (whole,) = await fake_stack.generate("w", [1], **options)
+    assert (len(whole.token_ids), whole.text) == (tokens, text)
+    end = EngineEnd(FinishReason.ABORT, None, None, 0) if aborted else None
+    given = ResponseText(fake_stack.engine.tokenizer, [], [stop]).grow(whole.token_ids[:cut], end)
+    (rest,) = await fake_stack.generate("r", [1], resume_token_ids=list(whole.token_ids[:cut]), **options)
+    assert [*whole.token_ids[:cut], *rest.token_ids] == list(whole.token_ids)
+    assert given + rest.text == text
+    assert rest.end.matched_stop == whole.end.matched_stop
+
+
 def test_routes_are_cut_where_the_versions_change() -> None:
     rows = np.arange(14, dtype=np.uint8).reshape(14, 1, 1)  # 10 prompt tokens, 5 of response
     spans = [VersionSpan(0, version(1)), VersionSpan(2, version(2)), VersionSpan(4, version(3))]
@@ -250,6 +282,26 @@ async def test_calls_wait_at_a_closed_gate_and_give_up_in_time(fake_stack: Stack
     assert len((await waiting)[0].token_ids) == 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_waits_behind_a_pause_can_be_aborted(fake_stack: Stack, stream: bool) -> None:
+    await fake_stack.publish(1, A)
+    await fake_stack.traffic.close("a pause")
+
+    async def run(request_id: str) -> list[EngineEnd]:
+        request = request_of(request_id, PROMPT, [1, 2], resume_token_ids=[])
+        if not stream:
+            return [sample.end for sample in await fake_stack.generation.generate(request, 10)]
+        return [piece.end async for piece in fake_stack.generation.stream(request, 10) if piece.end]
+
+    calls = [asyncio.create_task(run(name)) for name in ("r", "other")]
+    await asyncio.sleep(0)
+    assert await fake_stack.generation.abort("r") == 2
+    assert await fake_stack.generation.abort("r") == 0
+    assert [end.finish_reason for end in await calls[0]] == [FinishReason.ABORT] * 2
+    await fake_stack.traffic.open("a pause")
+    assert [end.finish_reason for end in await calls[1]] == [FinishReason.LENGTH] * 2
+
+
 async def test_a_draining_engine_refuses_new_calls_and_those_that_wait(fake_stack: Stack) -> None:
     await fake_stack.publish(1, A)
     await fake_stack.traffic.close("somebody")
@@ -282,8 +334,8 @@ async def test_a_score_has_one_number_less_than_ids_and_names_its_version(fake_s
     assert scored_by == version(1)
     with pytest.raises(InvalidArgument, match="a sequence of 1 id"):
         await fake_stack.generation.score([1], False, Fence(), 1)
-    with pytest.raises(PromptTooLong, match="at most 511 can be scored"):
-        await fake_stack.generation.score([1] * 512, False, Fence(), 1)
+    with pytest.raises(PromptTooLong, match="at most 512 can be scored"):
+        await fake_stack.generation.score([1] * 513, False, Fence(), 1)
 
 
 async def test_a_score_that_an_update_interrupts_is_done_again_on_the_new_weights(fake_stack: Stack) -> None:

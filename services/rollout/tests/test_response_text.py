@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from vime_rollout.engine import EngineEnd, FinishReason
-from vime_rollout.engines.fake import EOS, ByteTokenizer
+from vime_rollout.engines.fake import BOS, EOS, ByteTokenizer
+from vime_rollout.engines.hf_tokenizer import HfTokenizer
 from vime_rollout.response_text import ResponseText
+
+from .conftest import make_tokenizer
 
 TEXT = "Zażółć gęślą jaźń 🦔 – naïve, 你好! " * 20
 LENGTH = EngineEnd(FinishReason.LENGTH, None, None, 0)
@@ -60,6 +63,25 @@ def test_the_text_of_resumed_ids_is_not_returned(cut: int) -> None:
     assert bytes(ids[:cut]).decode(errors="ignore") + "".join(pieces) == "Zażółć gęślą"
 
 
+@pytest.mark.parametrize("stops", [[], ["zzz"], ["文c!!"], ["中文c?", "\U0001f600!"]])
+@pytest.mark.parametrize("cut", range(1, 12))
+@pytest.mark.parametrize("end", [None, EngineEnd(FinishReason.ABORT, None, None, 0)])
+def test_what_was_held_back_when_a_stream_broke_is_returned_by_the_call_that_resumes_it(
+    stops: list[str], cut: int, end: EngineEnd | None
+) -> None:
+    tokenizer = HfTokenizer(make_tokenizer())
+    ids = tokenizer.encode_text("😀b中文c")
+    assert len(ids) == 12
+    first = ResponseText(tokenizer, [], stops).grow(ids[:cut], end)
+    rest = ResponseText(tokenizer, ids[:cut], stops).grow(ids[cut:], LENGTH)
+    assert (first + rest, "\ufffd" in first) == ("😀b中文c", False)
+
+
+def test_special_tokens_are_left_out_if_asked() -> None:
+    text = ResponseText(ByteTokenizer(), [], [], skip_special_tokens=True)
+    assert text.grow([BOS, *b"one", BOS, *b"two"], LENGTH) == "onetwo"
+
+
 def test_the_terminating_id_has_no_text_and_a_stop_string_cuts() -> None:
     ids = [*b"one two three", EOS]
     stop = EngineEnd(FinishReason.STOP, None, None, 0)
@@ -67,7 +89,9 @@ def test_the_terminating_id_has_no_text_and_a_stop_string_cuts() -> None:
     matched = EngineEnd(FinishReason.STOP, " two", None, 0)
     pieces = pieces_of(ResponseText(ByteTokenizer(), [], [" two"]), list(b"one two"), 2, matched)
     assert "".join(pieces) == "one"
-    assert pieces[0] == ""  # shorter than what is held back
+    assert pieces[1] == "e"  # the blank may be the beginning of the stop string
+    kept = ResponseText(ByteTokenizer(), [], [" two"], keep_stop=True)
+    assert "".join(pieces_of(kept, list(b"one two"), 2, matched)) == "one two"
 
 
 def test_a_long_response_is_decoded_in_proportion_to_its_length() -> None:

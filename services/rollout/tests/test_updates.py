@@ -133,6 +133,25 @@ async def test_waiting_for_a_transfer_has_the_callers_deadline(fake_stack: Stack
     await fake_stack.updater.abort(version(2), "test")
 
 
+@pytest.mark.parametrize("how", ["aborted", "prepared anew", "closed"])
+async def test_who_waits_for_a_transfer_that_is_given_up_is_told_at_once(fake_stack: Stack, how: str) -> None:
+    """No thread that waits for its group to form can be interrupted: whoever waits must not wait with it."""
+    updater = fake_stack.updater
+    await updater.prepare(manifest_of(2, B), Rendezvous("inline", "", 50, 1, 2), 5)
+    waiting = asyncio.create_task(updater.await_staged(version(2), 40))
+    await asyncio.sleep(0)
+    if how == "aborted":
+        ending = asyncio.create_task(updater.abort(version(2), "test"))
+    elif how == "prepared anew":
+        ending = asyncio.create_task(updater.prepare(manifest_of(2, B), Rendezvous("inline", "", 51, 1, 2), 5))
+    else:
+        ending = asyncio.create_task(updater.close())
+    with pytest.raises(TransferFailed, match="was given up"):
+        await waiting
+    assert not ending.done()  # it waits for the thread, at most two seconds
+    ending.cancel()
+
+
 async def test_a_second_prepare_with_a_new_generation_replaces_the_first_transfer(fake_stack: Stack) -> None:
     await fake_stack.updater.prepare(manifest_of(1, A), Rendezvous("inline", "", 50, 1, 2), 0.5)
     await fake_stack.publish(1, A)

@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 
-from vime_rollout.config import UpdateConfig
-from vime_rollout.engine import EngineDied, PauseMode, WeightsBroken, WeightsRefused
+from vime_rollout.config import UpdateConfig, VllmConfig
+from vime_rollout.engine import EngineDied, EngineError, PauseMode, WeightsBroken, WeightsRefused
 from vime_rollout.engines.core_watch import CoreWatch
 from vime_rollout.engines.vllm import VllmEngine
 from vime_rollout.updates import CanaryPrompt
@@ -21,7 +22,7 @@ from vime_rollout.weights import ANY_WEIGHTS
 from vime_service.bulk import FileStaging
 from vime_service.bulk.buckets import unpack
 
-from .conftest import Stack, TinyModel, manifest_of, version
+from .conftest import Stack, TinyModel, make_model, manifest_of, version
 from .test_engine_contract import prompt_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -68,7 +69,7 @@ async def test_it_says_what_it_is(vllm_engine: VllmEngine) -> None:
     assert description.engine_version.startswith("vllm ")
 
 
-@pytest.mark.parametrize("length", [2, 65, 300])
+@pytest.mark.parametrize("length", [2, 65, 300, 512])  # the last fills the context
 async def test_scores_and_routes_are_those_of_hugging_face(stack: Stack, model_a: TinyModel, length: int) -> None:
     ids = prompt_of(length)
     score, _ = await stack.generation.score(ids, True, ANY_WEIGHTS, 10)
@@ -240,6 +241,18 @@ async def test_a_swapped_pair_of_experts_passes_every_digest_and_fails_the_canar
         await stack.publish(2, swapped, canary_of(model_b))
     assert stack.weights.name == "DIRTY"
     await stack.publish(3, model_b.weights, canary_of(model_b))
+
+
+async def test_a_model_that_the_kernels_cannot_run_stops_the_start_with_vllms_own_cause(tmp_path: Path) -> None:
+    """It loads, and dies at its first forward pass: it was ready, and the end said "see stack trace (above)"."""
+    make_model(tmp_path / "odd", 0, head_dim=24)
+    engine = VllmEngine(VllmConfig(model=str(tmp_path / "odd"), dtype="float32", max_model_len=64, kv_cache_tokens=256))
+    with pytest.raises(
+        EngineError, match=r"cannot run .*RuntimeError: Unsupported CPU attention .*head_dim=24"
+    ) as told:
+        await engine.start()
+    assert "\n" not in str(told.value)
+    await engine.stop()
 
 
 async def test_a_core_that_is_stopped_is_found_and_one_that_goes_on_is_forgiven(

@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 
 from vime_client.logs import get_logger
-from vime_rollout.engine import Engine, PauseMode
+from vime_rollout.engine import Engine, MemoryPart, PauseMode
 from vime_rollout.traffic import Traffic
 from vime_rollout.updates import Updater
 from vime_rollout.weights import WeightState
@@ -17,7 +17,7 @@ from vime_service.errors import EngineFailed
 _log = get_logger(__name__)
 _HOLDER = "a pause"
 _YIELD_SECONDS = 120.0
-"""When a YieldDevice whose owner vanished before the engine slept is given up."""
+"""When a YieldDevice whose owner vanished before the engine slept is given up, or a ReturnDevice before its update."""
 
 
 @dataclass(slots=True)
@@ -26,6 +26,8 @@ class _Held:
 
     mode: PauseMode
     asleep: bool = False
+    returned: bool = False
+    """Its device was taken back for an update, whose end is the end of this, too."""
     expiry: asyncio.Task[None] | None = None
 
 
@@ -39,6 +41,7 @@ class Control:
         self._updater = updater
         self._held: _Held | None = None
         self.note = ""
+        updater.on_over = self._update_over
 
     @property
     def paused(self) -> bool:
@@ -74,6 +77,9 @@ class Control:
             # Before it sleeps: a caller that is gone by then must find it asleep, not half awake.
             self._held.asleep = self._updater.asleep = True
             try:
+                if self._updater.kv_asleep:
+                    await self._engine.wake(MemoryPart.KV)
+                    self._updater.kv_asleep = False
                 return await self._engine.sleep()
             except Exception as error:  # vLLM's core says what failed in exceptions of any kind
                 # Whether it sleeps is not known: it is woken before it goes on, now or by the next Resume.
@@ -82,8 +88,24 @@ class Control:
                 raise EngineFailed(f"device memory was not given away: {error}", cause=error) from error
 
     async def take_device(self, caller: VersionKey) -> None:
-        """Take device memory back and go on. No error if it was not given away."""
-        await self.resume(caller)
+        """Take device memory back and go on. No error if it was not given away.
+
+        With an update under way only the weights are woken: old and new KV would need room beside what is loaded. The
+        update's commit wakes KV, and its end, whatever it is, goes on.
+        """
+        self._weights.check_caller(caller)
+        async with self._updater.exclusive():
+            held = self._held
+            if held is None or not held.asleep or self._weights.update is None:
+                await self._go_on()
+                return
+            try:
+                await self._engine.wake(MemoryPart.WEIGHTS)
+            except Exception as error:  # of any kind, as above
+                raise EngineFailed(f"the weights did not wake: {error}", cause=error) from error
+            held.returned = self._updater.kv_asleep = True
+            held.asleep = self._updater.asleep = self._updater.keep_paused = False
+            held.expiry = asyncio.create_task(self._expire(_YIELD_SECONDS, caller), name="pause-expiry")
 
     async def close(self) -> None:
         """Forget the pause; nothing goes on."""
@@ -93,6 +115,7 @@ class Control:
         self._cancel_expiry()
         if self._held is None:
             self._held = _Held(mode)
+        self._held.returned = False
         self._updater.keep_paused = True
         if not self._held.asleep:
             # Before anything is waited for: a caller that is gone by then will not lift the pause.
@@ -109,12 +132,20 @@ class Control:
         self.note = ""
         return len(running) if mode is PauseMode.ABORT else 0
 
+    async def _update_over(self) -> None:
+        if self._held is not None and self._held.returned:
+            with contextlib.suppress(EngineFailed):  # once more at its expiry
+                await self._go_on()
+
     async def _go_on(self) -> None:
         """Wake and resume. Until both are done it still counts as paused, or asleep: the next call does the rest."""
         held = self._held
         try:
             if held is not None and held.asleep:
                 await self._engine.wake()
+            elif self._updater.kv_asleep:
+                await self._engine.wake(MemoryPart.KV)
+                self._updater.kv_asleep = False
             if held is not None:
                 await self._engine.resume()
         except Exception as error:  # of any kind, as above

@@ -28,6 +28,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class MemoryPart(StrEnum):
+    """What of the device's memory is taken back."""
+
+    WEIGHTS = "weights"
+    KV = "kv_cache"
+
+
 class PauseMode(StrEnum):
     """What happens to running requests when generation pauses."""
 
@@ -95,6 +102,7 @@ class EngineRequest:
     Attributes:
         request_id: unique among running requests.
         input_ids: everything the model reads before the first new token.
+        resumed: how many of them, at the end, belong to the response; a stop string may begin there.
         sampling: how to draw; `max_tokens` is already cut to what the context has room for.
         seed: equal seeds give equal tokens from equal weights.
         return_routes: return the routes with the end.
@@ -106,6 +114,7 @@ class EngineRequest:
     input_ids: Sequence[int]
     sampling: SamplingSettings
     seed: int
+    resumed: int = 0
     return_routes: bool = False
     stream: bool = False
     trace_headers: Mapping[str, str] | None = None
@@ -268,8 +277,8 @@ class Engine(Protocol):
     async def sleep(self) -> int:
         """Give device memory away while paused; the bytes freed."""
 
-    async def wake(self) -> None:
-        """Take device memory back; the weights are those from before `sleep`."""
+    async def wake(self, part: MemoryPart | None = None) -> None:
+        """Take device memory back, one part or all; the weights are those from before `sleep`."""
 
     async def check_manifest(self, manifest: Manifest) -> None:
         """Check that loading exactly these tensors would write every parameter once. Touches no weight.

@@ -134,14 +134,15 @@ class Generation:
         return self._pieces(request, seconds, stream=True)
 
     async def abort(self, request_id: str) -> int:
-        """End a request's samples; how many there were."""
+        """End a request's samples, those that still wait for a pause to end too; how many there were."""
+        waiting = await self._traffic.abort_waiting(request_id)
         prefix = f"{request_id}/"
         ids = [i for i, s in self._traffic.running.items() if i.startswith(prefix) and not s.ended]
         ids = [i for i in ids if i.rpartition("/")[0] == request_id]
         for i in ids:
             self._traffic.running[i].aborted = True
         await self._engine.abort(ids)
-        return len(ids)
+        return waiting + len(ids)
 
     async def score(
         self, token_ids: Sequence[int], return_routes: bool, fence: Fence, seconds: float
@@ -157,9 +158,9 @@ class Generation:
         check_routes(return_routes, description)
         if len(token_ids) < 2:
             raise InvalidArgument(f"a sequence of {len(token_ids)} id, at least 2 are needed", field="sequences")
-        if len(token_ids) >= description.max_model_len:
+        if len(token_ids) > description.max_model_len:
             raise PromptTooLong(
-                f"a sequence of {len(token_ids)} tokens, at most {description.max_model_len - 1} can be scored",
+                f"a sequence of {len(token_ids)} tokens, at most {description.max_model_len} can be scored",
                 prompt_tokens=len(token_ids),
                 max_model_len=description.max_model_len,
             )
@@ -197,7 +198,13 @@ class Generation:
 
     async def _pieces(self, request: GenerationRequest, seconds: float, stream: bool) -> AsyncGenerator[Piece, None]:
         sampling = check_request(request, self._engine.description)
-        await self._traffic.wait_open(seconds)
+        since = time.monotonic()
+        if not await self._traffic.wait_open(seconds, request.request_id, len(request.seeds)):
+            waited = time.monotonic() - since
+            for index in range(len(request.seeds)):
+                end = SampleEnd(FinishReason.ABORT, "", (), (), 0, waited)
+                yield Piece(index, len(request.resume_token_ids), (), (), "", end)
+            return
         ids = [f"{request.request_id}/{index}" for index in range(len(request.seeds))]
         ready: asyncio.Queue[Piece | None] = asyncio.Queue(maxsize=64)
 
@@ -238,13 +245,19 @@ class Generation:
         text: ResponseText | None = None
         if request.return_text:
             text = await self._tokenizing.run(
-                ResponseText, self._engine.tokenizer, request.resume_token_ids, sampling.stop
+                ResponseText,
+                self._engine.tokenizer,
+                request.resume_token_ids,
+                sampling.stop,
+                bool(sampling.extra.get("skip_special_tokens")),
+                bool(sampling.extra.get("include_stop_str_in_output")),
             )
         call = EngineRequest(
             request_id=sample.engine_request_id,
             input_ids=[*request.prompt_token_ids, *request.resume_token_ids],
             sampling=sampling,
             seed=_seed(request.seeds[index], resumed),
+            resumed=resumed,
             return_routes=request.return_routes,
             stream=stream,
             trace_headers=request.trace_headers,

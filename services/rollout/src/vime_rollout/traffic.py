@@ -68,10 +68,20 @@ class RunningSample:
 
 
 @dataclass(slots=True)
+class WaitingCall:
+    """A call that is not admitted yet: its samples may be ended by `Traffic.abort_waiting`."""
+
+    request_id: str
+    samples: int
+    aborted: bool = False
+
+
+@dataclass(slots=True)
 class _Gate:
     """Why new calls wait: every holder closes the gate under its own name."""
 
     closed_by: set[str] = field(default_factory=set)
+    waiting: list[WaitingCall] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
@@ -93,23 +103,37 @@ class Traffic:
 
     # ---------------------------------------------------------------- calls
 
-    async def wait_open(self, seconds: float) -> None:
-        """Wait while a pause or an update holds new calls back.
+    async def wait_open(self, seconds: float, request_id: str = "", samples: int = 0) -> bool:
+        """Wait while a pause or an update holds new calls back; False if the call was aborted meanwhile.
 
         Raises:
             Draining: the service stops.
             Unavailable: the gate is still closed after `seconds`.
         """
+        call = WaitingCall(request_id, samples)
+        self._gate.waiting.append(call)
         try:
             async with asyncio.timeout(seconds), self._gate.changed:
-                await self._gate.changed.wait_for(lambda: self._draining or not self._gate.closed_by)
+                await self._gate.changed.wait_for(lambda: call.aborted or self._draining or not self._gate.closed_by)
         except TimeoutError:
             why = ", ".join(sorted(self._gate.closed_by))
             raise Unavailable(
                 f"generation is paused by {why} for longer than the call may wait", paused_by=why
             ) from None
+        finally:
+            self._gate.waiting.remove(call)
         if self._draining:
             raise Draining("the engine is draining")
+        return not call.aborted
+
+    async def abort_waiting(self, request_id: str) -> int:
+        """End the calls of this id that wait for the gate; how many samples they were of."""
+        async with self._gate.changed:
+            calls = [call for call in self._gate.waiting if call.request_id == request_id and not call.aborted]
+            for call in calls:
+                call.aborted = True
+            self._gate.changed.notify_all()
+        return sum(call.samples for call in calls)
 
     @contextmanager
     def admit(self, ids: list[str], fence: Fence, resumed: int = 0) -> Iterator[list[RunningSample]]:

@@ -154,6 +154,8 @@ class Transfer:
         self._stop = StopFlag()
         self._outcome: Future[TransferStats] = Future()
         self._done: asyncio.Future[TransferStats] | None = None
+        self._told: asyncio.Future[TransferStats] | None = None
+        """What those who wait hear: the outcome, or at once that the transfer was given up."""
 
     @property
     def version(self) -> VersionKey:
@@ -163,6 +165,8 @@ class Transfer:
     def start(self, timeout_s: float, on_end: Callable[[BaseException | None], None]) -> None:
         """Begin; `on_end` is called in the event loop with the failure, or None once all is staged."""
         self._done = asyncio.wrap_future(self._outcome)
+        self._told = asyncio.get_running_loop().create_future()
+        self._done.add_done_callback(self._tell)
         self._done.add_done_callback(lambda done: on_end(done.exception()))
         deadline = Deadline.after(timeout_s)
         start_native_thread("weight-transfer", lambda: self._run(deadline))
@@ -171,12 +175,12 @@ class Transfer:
         """Wait until every tensor is staged with its digest checked.
 
         Raises:
-            TransferFailed, DigestMismatch: the transfer failed.
+            TransferFailed, DigestMismatch: the transfer failed, or was given up.
             TimeoutError: it is still running after `seconds`.
         """
-        assert self._done is not None
+        assert self._told is not None
         async with asyncio.timeout(seconds):
-            return await asyncio.shield(self._done)
+            return await asyncio.shield(self._told)
 
     async def stop(self) -> None:
         """End the transfer if it runs, and give its memory back.
@@ -185,11 +189,26 @@ class Transfer:
         memory goes back then.
         """
         self._stop.stop()
-        if self._done is None:
+        if self._done is None or self._told is None:
             self.staging.close()
             return
+        if not self._told.done():
+            message = f"the transfer of version {self.version} was given up"
+            self._told.set_exception(TransferFailed(message, generation=self.generation, cause="given up"))
+            self._told.exception()  # nobody may be waiting
         self._done.add_done_callback(lambda _: self.staging.close())
         await asyncio.wait([self._done], timeout=STOP_WAIT_S)
+
+    def _tell(self, done: asyncio.Future[TransferStats]) -> None:
+        assert self._told is not None
+        if self._told.done():
+            return
+        failure = done.exception()
+        if failure is None:
+            self._told.set_result(done.result())
+        else:
+            self._told.set_exception(failure)
+            self._told.exception()  # nobody may be waiting
 
     def _run(self, deadline: Deadline) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told

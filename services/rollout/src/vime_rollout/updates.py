@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 
 from vime_client.logs import get_logger
 from vime_rollout.config import UpdateConfig
-from vime_rollout.engine import Engine, EngineError, PauseMode, WeightLoadReport, WeightsRefused
+from vime_rollout.engine import Engine, EngineError, MemoryPart, PauseMode, WeightLoadReport, WeightsRefused
 from vime_rollout.generation import Generation, mean_abs_difference
 from vime_rollout.staging_area import StagingArea
 from vime_rollout.traffic import Traffic
@@ -94,6 +94,10 @@ class Updater:
         self._commit: tuple[VersionKey, asyncio.Task[CommittedUpdate]] | None = None
         self.keep_paused = False
         self.asleep = False
+        self.kv_asleep = False
+        """The weights are awake for the update that comes, and no KV yet: the update wakes it."""
+        self.on_over: Callable[[], Awaitable[None]] = _nothing
+        """Called, with the lock held, when an update was committed, failed to load, or was aborted."""
 
     async def prepare(
         self, manifest: Manifest, rendezvous: Rendezvous, timeout_s: float | None = None
@@ -162,6 +166,7 @@ class Updater:
         async with self._lock:
             if self._transfer is not None and self._transfer.version == version:
                 await self._stop_transfer()
+            await self.on_over()
 
     async def pull(
         self, manifest: Manifest, key: str, canary: Sequence[CanaryPrompt], tolerance: float, seconds: float
@@ -295,6 +300,7 @@ class Updater:
             finally:
                 await self._stop_transfer()
                 await self._traffic.open(_HOLDER)
+                await self.on_over()
         _log.info(
             "weights committed",
             version=str(version),
@@ -332,6 +338,9 @@ class Updater:
         await self._engine.drop_prefix_cache()
         self._traffic.hold_deliveries()
         self._traffic.change_over(version, self._engine.progress())
+        if self.kv_asleep:
+            await self._engine.wake(MemoryPart.KV)
+            self.kv_asleep = False
         await self._engine.resume()
 
     async def _check_canary(
@@ -357,7 +366,7 @@ class Updater:
     async def _go_on(self, version: VersionKey) -> None:
         """No weight has changed: drop the update and go on with the old version; what cannot go on serves nobody."""
         self._weights.load_refused(version)
-        if self.keep_paused:
+        if self.keep_paused or self.kv_asleep:
             return
         try:
             await self._engine.resume()
@@ -381,10 +390,15 @@ class Updater:
             _log.error("weights unknown", version=str(version), cause=reason)
             with contextlib.suppress(Exception):  # it may be what has just failed
                 await self._engine.abort(list(self._traffic.running))
-                await self._engine.resume()
+                if not self.kv_asleep:
+                    await self._engine.resume()
             if not isinstance(error, Exception):
                 raise
             raise LoadFailed(f"loading version {version} failed: {reason}", cause=reason) from error
+
+
+async def _nothing() -> None:
+    pass
 
 
 @asynccontextmanager

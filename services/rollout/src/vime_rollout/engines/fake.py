@@ -28,6 +28,7 @@ from vime_rollout.engine import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    MemoryPart,
     PauseMode,
     RequestRefused,
     Routes,
@@ -256,7 +257,7 @@ class FakeEngine:
         """See `Engine.sleep`."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
 
-    async def wake(self) -> None:
+    async def wake(self, part: MemoryPart | None = None) -> None:
         """See `Engine.wake`."""
 
     async def check_manifest(self, manifest: Manifest) -> None:
@@ -365,7 +366,8 @@ class FakeEngine:
         eos = () if sampling.ignore_eos else self.description.eos_token_ids
         if token in eos or token in sampling.stop_token_ids:
             return self._end(request, run, FinishReason.STOP, None, cached)
-        text = self.tokenizer.decode(run.tokens) if sampling.stop else ""
+        resumed = request.input_ids[len(request.input_ids) - request.resumed :]
+        text = self.tokenizer.decode([*resumed, *run.tokens]) if sampling.stop else ""
         matched = next((stop for stop in sampling.stop if stop in text), None)
         if matched is not None:
             return self._end(request, run, FinishReason.STOP, matched, cached)

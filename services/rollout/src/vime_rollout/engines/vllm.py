@@ -25,9 +25,11 @@ from vime_rollout.engine import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    MemoryPart,
     PauseMode,
     RequestRefused,
     Routes,
+    SamplingSettings,
     ScoreAborted,
     SequenceScore,
     Tokenizer,
@@ -49,6 +51,7 @@ from vime_rollout.engines.vllm_settings import (
 )
 
 if TYPE_CHECKING:
+    from vime_rollout.engines.core_cause import CoreCause
     from vime_service.bulk import Manifest
 
 T = TypeVar("T")
@@ -75,12 +78,15 @@ class VllmEngine:
         self._updatable = updatable
         self._staging_dir = staging_dir
         self._llm: Any = None
+        self._cause: CoreCause | None = None
         self._moe_layers: list[int] = []
         self._expected: Expected | None = None
         self._unwritten: frozenset[str] = frozenset()
         self._tried: dict[tuple[Any, ...], str] = {}
         self._active: dict[str, Any] = {}
         """vLLM's state of every request whose end was not read; None until vLLM has taken it."""
+        self._resumed: dict[str, int] = {}
+        """How many tokens of its prompt belong to the response, of each of those requests that was resumed."""
         self._load = EngineLoad()
         self._watch = CoreWatch(
             lambda: self._llm.is_sleeping(), config.frozen_after_seconds, config.abandoned_after_seconds
@@ -94,25 +100,40 @@ class VllmEngine:
         try:
             async with asyncio.timeout(self._config.start_timeout_seconds):
                 await asyncio.to_thread(self._create)
+                vllm_compat.on_taken(self._llm, self._taken)
+                (facts, *_) = await self._rpc("vime_facts")
+                self._moe_layers = facts["moe_layer_ids"]
+                self._describe(facts["dtype"])
+                if self._updatable:
+                    await self._learn_expected()
+                await self._prove()
         except TimeoutError as error:
             raise EngineError(f"vLLM was not up after {self._config.start_timeout_seconds:g} s") from error
-        vllm_compat.on_taken(self._llm, self._taken)
-        (facts, *_) = await self._rpc("vime_facts")
-        self._moe_layers = facts["moe_layer_ids"]
-        self._describe(facts["dtype"])
-        if self._updatable:
-            await self._learn_expected()
+
+    async def _prove(self) -> None:
+        """Generate and score one token: what the kernels cannot do shows in the first forward pass, not before."""
+        routes = self.description.returns_routes
+        request = EngineRequest("first", [0], SamplingSettings(max_tokens=1), seed=0, return_routes=routes)
+        try:
+            async for _ in self.generate(request):
+                pass
+            await self.score("first", [0, 0], routes)
+        except EngineError as error:
+            raise EngineError(f"vLLM cannot run {self._config.model!r}: {error}") from error
 
     def _create(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from vime_rollout.engines.core_cause import CoreCause
         from vime_rollout.engines.hf_tokenizer import HfTokenizer
 
+        self._cause = CoreCause()
         try:
             arguments = engine_arguments(self._config)
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger])
         except Exception as error:  # whatever stops vLLM from starting stops this service
-            raise EngineError(f"vLLM cannot serve {self._config.model!r}: {error}") from error
+            cause = self._cause.heard() or error
+            raise EngineError(f"vLLM cannot serve {self._config.model!r}: {cause}") from error
         self.tokenizer = HfTokenizer(self._llm.get_tokenizer())
 
     def _describe(self, dtype: str) -> None:
@@ -152,6 +173,7 @@ class VllmEngine:
 
         prompt = {"prompt_token_ids": list(request.input_ids)}
         self._active[request.request_id] = None
+        self._resumed[request.request_id] = request.resumed
         try:
             params = self._sampling_params(request)
             outputs = self._llm.generate(
@@ -161,36 +183,43 @@ class VllmEngine:
                 async for output in outputs:
                     yield self._output(output.outputs[0], output.num_cached_tokens or 0, request.return_routes)
         except EngineDeadError as error:
-            raise EngineDied(str(error) or "the engine core has ended") from error
+            raise self._died(error) from error
         except EngineGenerateError as error:
             raise EngineError(f"{request.request_id}: {error.__cause__!r}") from error
         except vllm_compat.request_errors() as error:
             raise RequestRefused(str(error)) from error
         finally:
             self._active.pop(request.request_id, None)
+            self._resumed.pop(request.request_id, None)
 
     async def score(self, request_id: str, token_ids: Sequence[int], return_routes: bool) -> SequenceScore:
-        """See `Engine.score`. One token is sampled after the sequence, and thrown away."""
+        """See `Engine.score`. One token is sampled after the sequence, and thrown away.
+
+        Behind a sequence that fills the context there is no room for it: then the last id is taken off, and looked up
+        in the distribution of its place.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        read = token_ids[: self.description.max_model_len - 1]
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
             prompt_logprobs=0,
+            logprobs=-1 if len(read) < len(token_ids) else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final: Any = None
-        prompt = {"prompt_token_ids": list(token_ids)}
+        prompt = {"prompt_token_ids": list(read)}
         self._active[request_id] = None
         try:
             async for output in self._llm.generate(prompt, params, request_id=request_id):
                 final = output
         except EngineDeadError as error:
-            raise EngineDied(str(error) or "the engine core has ended") from error
+            raise self._died(error) from error
         except vllm_compat.request_errors() as error:
             raise RequestRefused(str(error)) from error
         finally:
@@ -199,7 +228,11 @@ class VllmEngine:
             raise ScoreAborted(f"{request_id}: scoring was aborted")
         flat = final.prompt_logprobs
         # The first position has no logprob; the first entry of every other is the token that stands there.
-        logprobs = np.asarray([flat.logprobs[at] for at in flat.start_indices[1:]], dtype=np.float32)
+        values = [flat.logprobs[at] for at in flat.start_indices[1:]]
+        if len(read) < len(token_ids):
+            last = final.outputs[0].logprobs
+            values.append(last.logprobs[list(last.token_ids).index(token_ids[-1])])
+        logprobs = np.asarray(values, dtype=np.float32)
         routes = self._routes(final.outputs[0].routed_experts) if return_routes else None
         return SequenceScore(logprobs, None if routes is None else routes[: len(token_ids) - 1])
 
@@ -219,9 +252,10 @@ class VllmEngine:
         """See `Engine.progress`."""
         return {i: 0 if state is None else vllm_compat.tokens_of(state) for i, state in self._active.items()}
 
-    def _taken(self, request_id: str, state: Any) -> None:
+    def _taken(self, request_id: str, state: Any) -> int:
         if request_id in self._active:
             self._active[request_id] = state
+        return self._resumed.get(request_id, 0)
 
     def load_snapshot(self) -> EngineLoad:
         """See `Engine.load_snapshot`."""
@@ -296,9 +330,10 @@ class VllmEngine:
         await self._answer("sleep", self._watch.working(self._llm.sleep(level=1, mode="abort")))
         return max(0, int(sum(await self._rpc("vime_free_bytes")) - before))
 
-    async def wake(self) -> None:
+    async def wake(self, part: MemoryPart | None = None) -> None:
         """See `Engine.wake`."""
-        await self._answer("wake_up", self._watch.working(self._llm.wake_up()))
+        tags = None if part is None else [part.value]
+        await self._answer("wake_up", self._watch.working(self._llm.wake_up(tags)))
 
     # ---------------------------------------------------------------- weights
 
@@ -366,7 +401,14 @@ class VllmEngine:
         return list(await self._answer(method, answers, at_once=at_once))
 
     async def _answer(self, what: str, answer: Awaitable[T], *, at_once: bool = True) -> T:
-        return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
+        try:
+            return await answer_of(what, answer, self._config.rpc_timeout_seconds if at_once else None)
+        except EngineDied as error:
+            raise self._died(error) from error
+
+    def _died(self, error: Exception) -> EngineDied:
+        """What the core died of, if it told; vLLM's own words point at a stack trace."""
+        return EngineDied((self._cause and self._cause.heard()) or str(error))
 
     # ---------------------------------------------------------------- statistics
 

@@ -7,13 +7,14 @@
 | CPU build returns routes | no build | yes |
 | `finish_weight_update(weight_version)` | no argument | optional (not used here) |
 
-The same in both, and used: `AsyncLLM.output_processor` (`add_request`, `request_states`),
+The same in both, and used: `AsyncLLM.output_processor` (`add_request`, `request_states`, `tokenizer`), `detokenizer`,
 `AsyncLLM.engine_core.outputs_queue`, the `reload` functions, `initialize_model`, `MoERunner.layer_id`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +43,12 @@ def is_engine_death(error: Exception) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def on_taken(engine: Any, tell: Callable[[str, Any], None]) -> None:
+def on_taken(engine: Any, tell: Callable[[str, Any], int]) -> None:
     """Call `tell` with the caller's id and the state of every request that the front end takes from now on.
 
     The front end's own table forgets a request when its end has come in, which is before the end is read. The state
-    that is told here goes on to say how many tokens there were.
+    that is told here goes on to say how many tokens there were. `tell` returns how many tokens of the prompt belong to
+    the response: a stop string may begin in their text.
     """
     processor = engine.output_processor
     add = processor.add_request
@@ -54,9 +56,32 @@ def on_taken(engine: Any, tell: Callable[[str, Any], None]) -> None:
     def adding(request: Any, *args: Any, **options: Any) -> None:
         add(request, *args, **options)
         state = processor.request_states[request.request_id]
-        tell(state.external_req_id, state)
+        resumed = tell(state.external_req_id, state)
+        if resumed and request.sampling_params.detokenize:
+            state.detokenizer = detokenizer_after(processor.tokenizer, request, resumed)
 
     processor.add_request = adding
+
+
+def detokenizer_after(tokenizer: Any, request: Any, resumed: int) -> Any:
+    """The detokenizer of a request that has come `resumed` tokens far, which are the end of its prompt.
+
+    vLLM's own begins with the text of the first new token, and where the prompt ends inside a character, with the text
+    of the whole prompt.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    cut = len(request.prompt_token_ids) - resumed
+    shorter = copy.copy(request)
+    shorter.prompt_token_ids = request.prompt_token_ids[:cut]
+    made: Any = IncrementalDetokenizer.from_new_request(tokenizer, shorter)
+    slow = hasattr(made, "prompt_len")
+    for token in request.prompt_token_ids[cut:]:
+        if slow:
+            made.token_ids.append(token)
+            made.prompt_len += 1
+        made.output_text += made.decode_next(token)
+    return made
 
 
 def tokens_of(state: Any) -> int:

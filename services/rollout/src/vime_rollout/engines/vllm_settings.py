@@ -90,6 +90,7 @@ def engine_arguments(config: VllmConfig) -> Any:
         "enable_sleep_mode": config.enable_sleep_mode,
         "seed": config.seed,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # all of one place, for the last id of a sequence that fills the context
         "worker_extension_cls": _WORKER,
     }
     if _is_cpu(config):
