@@ -118,7 +118,7 @@ async def test_every_call_with_every_field_set_and_news_in_all_of_them_is_answer
                 request = new.message(method.input_type.full_name)()
                 fill(request)
                 answers[path_of(method)] = await _outcome(call_of(channel, method), request, method.server_streaming)
-    assert len(answers) == 52, sorted(answers)
+    assert len(answers) == 55, sorted(answers)
     # A watch of a loop that is not started says nothing until its caller's time is over.
     assert answers.pop("/vime.trainer.v1.TrainerService/Watch") == "DEADLINE_EXCEEDED"
     allowed = {"OK", *ErrorReason.keys()} - {"ERROR_REASON_INTERNAL", "ERROR_REASON_UNSPECIFIED"}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import grpc
+import pytest
 
 from vime.buffer.v1 import batch_service_pb2 as batch_pb
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime.buffer.v1 import table_service_pb2 as table_pb
+from vime.common.v1.engine_pb2 import ModelDescription
+from vime_buffer.digests import payload_digest
 from vime_buffer.testing import proto_group
 from vime_service.clock import ManualClock
 
@@ -212,3 +216,106 @@ async def test_a_lease_that_never_was_is_not_found_whatever_its_name(tmp_path):
         for wrong in ("", "#", f"{lease.group_id}#².x", f"{lease.group_id}#{'9' * 5000}.x"):
             request = prompt_pb.FailPromptRequest(lease_id=wrong)
             assert (await refused(call.prompts.FailPrompt(request, timeout=10))).reason == "NOT_FOUND"
+
+
+async def test_the_lease_says_what_is_wanted(tmp_path):
+    train = {**TRAIN, "source": {"path": str(tmp_path / "train.jsonl")}, "require_routes": True}
+    async with buffer(tmp_path, {"train": {**train, "generation_deadline": 12.5}}) as call:
+        await call.begin()
+        lease = (await call.lease()).leases[0]
+        assert lease.require_routes
+        assert lease.generation_deadline.ToTimedelta().total_seconds() == 12.5
+
+
+TRAIN = {"sampling": {"max_tokens": 8, "temperature": 0.7}, "samples_per_prompt": 2, "groups_per_step": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda g: setattr(g.sampling, "temperature", 5), "group.sampling.temperature"),
+        (lambda g: setattr(g.sampling, "temperature", 0), "group.sampling.temperature"),
+        (lambda g: setattr(g.sampling, "temperature", math.nan), "group.sampling.temperature"),
+        (lambda g: setattr(g.sampling, "temperature", 1e-38), "group.sampling.temperature"),
+        (lambda g: g.ClearField("sampling"), "group.sampling.temperature"),
+        (lambda g: setattr(g.sampling, "top_p", 0.9), "group.sampling.top_p"),
+        (lambda g: setattr(g.sampling, "max_tokens", 9), "group.sampling.max_tokens"),
+        (lambda g: g.sampling.stop.append("x"), "group.sampling.stop"),
+        (lambda g: setattr(g.samples[1], "seed", 3), "samples.seed"),
+        (lambda g: setattr(g.prompt, "record_json", '{"answer": 99}'), "group.prompt.record_json"),
+        (lambda g: setattr(g.prompt, "text", "say yes"), "group.prompt.text"),
+        (lambda g: g.prompt.token_ids.ids.append(1), "group.prompt.token_ids"),
+        (lambda g: g.samples[1].prompt_token_ids.append(1), "samples[1].prompt_token_ids"),
+        (lambda g: g.samples[0].rollout_logprobs.__setitem__(0, -3e38), "samples[0].rollout_logprobs"),
+        (lambda g: setattr(g.samples[0], "reward", 1e200), "samples[0].reward"),
+        (lambda g: g.samples[0].reward_parts.update({str(n): 0.0 for n in range(100_000)}), "samples[0].reward_parts"),
+    ],
+)
+async def test_a_group_is_held_to_its_lease_and_the_lease_lives_on(tmp_path, change, field):
+    async with buffer(tmp_path, {"train": {**TRAIN, "source": {"path": str(tmp_path / "train.jsonl")}}}) as call:
+        await call.begin()
+        lease = (await call.lease()).leases[0]
+        group = proto_group(lease)
+        change(group)
+        error = await refused(call.insert(lease, group))
+        assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert not (await call.insert(lease)).already_present
+
+
+async def test_token_ids_of_the_record_are_the_prompt(tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2, 3]}\n{"prompt": [1, 2, 4]}\n')
+    async with buffer(tmp_path, {"train": {**TRAIN, "source": {"path": str(tmp_path / "ids.jsonl")}}}) as call:
+        await call.begin()
+        first, second = (await call.lease()).leases
+        assert not (await call.insert(first)).already_present
+        error = await refused(call.insert(second))  # its samples begin with 1, 2, 3
+        assert error.metadata["field"] == "samples[0].prompt_token_ids"
+
+
+async def test_a_group_is_held_to_the_sampling_of_its_lease_not_to_that_of_the_table_now(tmp_path):
+    train = {**TRAIN, "source": {"path": str(tmp_path / "train.jsonl")}}
+    async with buffer(tmp_path, {"train": train}) as call:
+        await call.begin()
+        lease, other = (await call.lease()).leases
+        config = (await call.tables.GetTable(table_pb.GetTableRequest(name="train"), timeout=10)).table.config
+        config.sampling.temperature = 0.9
+        await call.tables.UpdateTable(table_pb.UpdateTableRequest(config=config), timeout=10)
+        assert not (await call.insert(lease)).already_present
+        group = proto_group(other)
+        group.sampling.temperature = 0.9
+        assert "temperature" in (await refused(call.insert(other, group))).message
+        bare = proto_group(other)  # a client that sends back no more of the prompt than its id
+        bare.prompt.Clear()
+        bare.prompt.prompt_id = other.prompt.prompt_id
+        assert not (await call.insert(other, bare)).already_present
+
+
+@pytest.mark.parametrize("poison", ["token", "expert", "repeat", "handle", "layers", "stranger"])
+async def test_what_the_trained_model_cannot_have_produced_is_refused_and_a_healthy_group_follows(tmp_path, poison):
+    train = {**TRAIN, "source": {"path": str(tmp_path / "train.jsonl")}, "require_routes": True}
+    async with buffer(tmp_path, {"train": train}) as call:
+        model = ModelDescription(
+            vocab_size=100, max_model_len=64, moe_layer_ids=[0, 1], num_experts=8, experts_per_token=2
+        )
+        opened = batch_pb.OpenIncarnationRequest(run_id="run", recipe_digest="r", model=model)
+        call.incarnation = (await call.batches.OpenIncarnation(opened, timeout=10)).incarnation
+        await call.batches.AnnounceVersion(batch_pb.AnnounceVersionRequest(version=call.version(0)), timeout=10)
+        lease = (await call.lease()).leases[0]
+        group = proto_group(lease, moe_layers=2)
+        sample = group.samples[1]
+        experts = sample.routed_experts.segments[0].experts
+        if poison == "token":
+            sample.response_token_ids[2] = 100
+        elif poison in ("expert", "repeat"):
+            experts.inline = experts.inline[:-1] + (b"\x08" if poison == "expert" else b"\x00")
+            experts.digest = payload_digest(experts.inline).hex()
+        elif poison == "handle":
+            experts.handle.key = "http://evil"
+        elif poison == "layers":
+            sample.routed_experts.moe_layer_ids[:] = [1, 2]
+        else:
+            sample.group_id = "train/train:0:7"
+        error = await refused(call.insert(lease, group))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.metadata["field"].startswith("samples[1].")
+        await call.insert(lease, proto_group(lease, moe_layers=2))

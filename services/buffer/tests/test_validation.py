@@ -10,16 +10,20 @@ import pytest
 from vime_buffer.content import GroupContent, GroupRules, RouteSegment, RouteTrace, SampleContent, Span
 from vime_buffer.digests import payload_digest
 from vime_buffer.validation import check_group
-from vime_buffer.values import Version
+from vime_buffer.values import ModelLimits, Version
 from vime_service.errors import BadRoutingTrace, DigestMismatch, InvalidArgument, LengthMismatch
 
 V = Version("run", 1, 3)
 RULES = GroupRules(run_id="run", num_samples=1, require_routes=False)
 
 
+def numbers(values, item=1):
+    return b"".join(value.to_bytes(item, "little") for value in values)
+
+
 def trace(rows, *, first=0, layers=3, top_k=2, experts=8, data=None, **changes):
     item = 1 if experts <= 256 else 2
-    data = bytes(rows * layers * top_k * item) if data is None else data
+    data = numbers(range(top_k), item) * (rows * layers) if data is None else data
     segment = RouteSegment(
         first_token=first,
         rows=rows,
@@ -37,8 +41,8 @@ def sample(index=0, *, prompt=4, response=3, **changes):
     base = SampleContent(
         group_id="g",
         sample_index=index,
-        prompt_tokens=prompt,
-        response_tokens=response,
+        prompt_ids=range(1, prompt + 1),
+        response_ids=range(response),
         loss_mask_length=0,
         logprobs=[-0.5] * response,
         spans=[Span(0, V)] if response else [],
@@ -48,6 +52,7 @@ def sample(index=0, *, prompt=4, response=3, **changes):
         reward=1.0,
         unscored_reason="",
         trajectory_id="",
+        seed=100 + index,
     )
     return dataclasses.replace(base, **changes)
 
@@ -75,6 +80,7 @@ def test_a_good_group_gives_its_facts():
     assert facts.sample_tokens == (7, 7, 7)
     assert (facts.response_tokens, facts.truncated, facts.rewards) == (9, 1, (True, 3))
     assert facts.versions == (old, V)
+    assert facts.seeds == (100, 101, 102)
 
 
 # ------------------------------------------------------------------ K02
@@ -88,7 +94,7 @@ def test_k02_five_tokens_with_four_or_six_logprobs_name_both_lengths(count):
     assert error.metadata == {"field": "samples[0].rollout_logprobs", "expected": "5", "actual": str(count)}
 
 
-@pytest.mark.parametrize("value", [0.001, math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("value", [0.001, math.nan, -math.inf, math.inf, -3e38, -1000.5])
 def test_k02_a_value_that_is_no_logprob_is_refused_with_its_position(value):
     error = refusal(InvalidArgument, RULES, sample(logprobs=[-1.0, value, -1.0]))
     assert error.metadata["index"] == "1"
@@ -96,7 +102,7 @@ def test_k02_a_value_that_is_no_logprob_is_refused_with_its_position(value):
 
 
 def test_zero_is_a_logprob():
-    check_group(group(sample(logprobs=[0.0, -0.0, -1e30])), RULES)
+    check_group(group(sample(logprobs=[0.0, -0.0, -1000.0])), RULES)
 
 
 def test_a_loss_mask_is_whole_or_absent():
@@ -160,23 +166,17 @@ def test_segments_that_join_pass_and_gaps_and_overlaps_are_named():
         ({"source_known": False}, InvalidArgument, "source"),
         ({"version": Version("other", 1, 3)}, InvalidArgument, 'of run "other"'),
         ({"digest": "0" * 32}, DigestMismatch, "digest"),
-        ({"inline": None, "handle_bytes": 36, "handle_key": "../x"}, InvalidArgument, "never go up"),
-        ({"inline": None, "handle_bytes": 36, "handle_key": "/etc/x"}, InvalidArgument, "relative"),
-        ({"inline": None, "handle_bytes": 35, "handle_key": "a/b"}, BadRoutingTrace, "35 bytes"),
+        ({"inline": None}, InvalidArgument, "comes as a payload handle; routes are taken inline only"),
     ],
 )
 def test_a_segment_that_lies_about_itself_is_refused(changes, kind, what):
     assert what in refusal(kind, ROUTED, sample(routes=trace(6, **changes))).message
 
 
-def test_a_handle_that_says_the_truth_passes():
-    check_group(group(sample(routes=trace(6, inline=None, handle_bytes=36, handle_key="routes/g.bin"))), ROUTED)
-
-
 @pytest.mark.parametrize(("experts", "highest"), [(8, 8), (8, 255), (300, 300), (300, 65535)])
 def test_an_expert_that_does_not_exist_is_named(experts, highest):
     item = 1 if experts <= 256 else 2
-    data = bytearray(6 * 3 * 2 * item)
+    data = bytearray(numbers(range(2), item) * 18)
     data[-item:] = highest.to_bytes(item, "little")
     error = refusal(BadRoutingTrace, ROUTED, sample(routes=trace(6, experts=experts, data=bytes(data))))
     assert f"expert {highest} of {experts}" in error.message
@@ -195,7 +195,91 @@ def test_the_number_of_samples_is_the_lease_s_and_forks_count_once():
     rules = GroupRules("run", 2, require_routes=False)
     error = refusal(LengthMismatch, rules, sample())
     assert (error.metadata["expected"], error.metadata["actual"]) == ("2", "1")
-    check_group(group(sample(0, trajectory_id="t"), sample(1, trajectory_id="t"), sample(2)), rules)
+    check_group(group(*forked(sample(0), sample(1)), sample(2)), rules)
+    error = refusal(
+        InvalidArgument, dataclasses.replace(rules, max_forks=3), *forked(*map(sample, range(4))), sample(4)
+    )
+    assert "4 samples, max_forks is 3" in error.message
+
+
+def forked(*samples):
+    return [dataclasses.replace(s, trajectory_id="t", seed=7) for s in samples]
+
+
+@pytest.mark.parametrize("other", [{"reward": 0.5}, {"reward": None, "unscored_reason": "RAISED"}])
+def test_a_trajectory_has_one_reward(other):
+    first, second = forked(sample(0), sample(1, **other))
+    error = refusal(InvalidArgument, RULES, first, second)
+    assert (error.metadata["field"], error.metadata["expected"]) == ("samples[1].reward", "1.0")
+    assert 'samples[0] and samples[1] are of trajectory "t"' in error.message
+
+
+def test_samples_that_stand_alone_have_one_prompt_and_a_seed_each():
+    rules = dataclasses.replace(RULES, num_samples=2)
+    error = refusal(InvalidArgument, rules, sample(0), sample(1, prompt_ids=[1, 2, 3, 5]))
+    assert error.metadata["field"] == "samples[1].prompt_token_ids"
+    error = refusal(InvalidArgument, rules, sample(0), sample(1, seed=100))
+    assert (error.metadata["field"], error.metadata["value"]) == ("samples[1].seed", "100")
+    first, second = forked(sample(0), sample(1))
+    other = dataclasses.replace(second, seed=8)
+    assert refusal(InvalidArgument, RULES, first, other).metadata["field"] == "samples[1].seed"
+    check_group(group(first, dataclasses.replace(second, prompt_ids=[9])), RULES)  # forks go on from where they left
+
+
+# ------------------------------------------------------------------ the model
+
+
+MODEL = ModelLimits(vocab_size=50, max_model_len=7, moe_layer_ids=(1, 2, 3), num_experts=8, top_k=2)
+KNOWN = dataclasses.replace(ROUTED, model=MODEL)
+
+
+def test_what_the_model_can_have_produced_passes():
+    check_group(group(sample(response_ids=[0, 49, 7], routes=trace(6))), KNOWN)
+
+
+@pytest.mark.parametrize(("field", "count"), [("prompt_ids", 4), ("response_ids", 3)])
+@pytest.mark.parametrize("token", [50, 999, 2**32 - 1])
+def test_a_token_outside_of_the_vocabulary_is_named(field, count, token):
+    error = refusal(InvalidArgument, KNOWN, sample(**{field: [3] * (count - 1) + [token]}, routes=trace(6)))
+    assert f"[{count - 1}] is {token}; the model's vocabulary has 50 tokens" in error.message
+
+
+def test_a_sequence_longer_than_the_model_takes_is_refused_with_both_numbers():
+    error = refusal(LengthMismatch, KNOWN, sample(response=4, routes=trace(7)))
+    assert "8 prompt and response tokens; the model takes at most 7" in error.message
+
+
+@pytest.mark.parametrize(
+    ("routes", "what"),
+    [
+        (
+            lambda: dataclasses.replace(trace(6), moe_layer_ids=[0, 1, 2]),
+            "moe_layer_ids is [0, 1, 2], the model's is [1",
+        ),
+        (lambda: trace(6, layers=2), "moe_layer_ids is [1, 2], the model's is [1, 2, 3]"),
+        (lambda: dataclasses.replace(trace(6), num_experts=512), "num_experts is 512, the model's is 8"),
+        (lambda: trace(6, top_k=3), "top_k is 3, the model's is 2"),
+    ],
+)
+def test_routes_of_another_model_are_refused_and_both_are_named(routes, what):
+    assert what in refusal(BadRoutingTrace, KNOWN, sample(routes=routes())).message
+
+
+def test_a_dense_model_has_no_routes():
+    rules = dataclasses.replace(RULES, model=ModelLimits(vocab_size=50))
+    assert "the model's is []" in refusal(BadRoutingTrace, rules, sample(routes=trace(6))).message
+    check_group(group(sample()), rules)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (300, 2), (8, 5), (200, 40)])
+def test_an_expert_that_is_chosen_twice_is_refused_with_its_place(experts, top_k):
+    item = 1 if experts <= 256 else 2
+    row = list(range(top_k))
+    rows = [row] * 18
+    rows[3 * 4 + 1] = [*row[:-1], row[0]]  # token 4, the second of three layers
+    data = b"".join(numbers(row, item) for row in rows)
+    error = refusal(BadRoutingTrace, ROUTED, sample(routes=trace(6, top_k=top_k, experts=experts, data=data)))
+    assert "for token 4 in layer 2: an expert is chosen once" in error.message
 
 
 @pytest.mark.parametrize(
@@ -205,15 +289,21 @@ def test_the_number_of_samples_is_the_lease_s_and_forks_count_once():
         ({"sample_index": 1}, "sample_index"),
         ({"status": ""}, "status"),
         ({"finish_reason": ""}, "finish_reason"),
-        ({"prompt_tokens": 0}, "prompt_token_ids"),
+        ({"prompt_ids": ()}, "prompt_token_ids"),
+        ({"finish_reason": "LENGTH"}, "finish_reason"),
+        ({"finish_reason": "ABORT"}, "finish_reason"),
         ({"spans": []}, "version_spans"),
         ({"spans": [Span(1, V)]}, "version_spans"),
         ({"spans": [Span(0, V), Span(0, V)]}, "version_spans"),
         ({"spans": [Span(0, V), Span(3, V)]}, "version_spans"),
         ({"spans": [Span(0, Version("other", 1, 3))]}, "version_spans"),
-        ({"response_tokens": 0, "logprobs": []}, "version_spans"),
+        ({"response_ids": (), "logprobs": []}, "version_spans"),
         ({"reward": math.nan}, "reward"),
         ({"reward": math.inf}, "reward"),
+        ({"reward": 1e308}, "reward"),
+        ({"reward": -1e200}, "reward"),
+        ({"reward_parts": [str(n) for n in range(65)]}, "reward_parts"),
+        ({"reward_parts": ["x" * 129]}, "reward_parts"),
         ({"reward": None}, "unscored_reason"),
         ({"unscored_reason": "RAISED"}, "unscored_reason"),
     ],

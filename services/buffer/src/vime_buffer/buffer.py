@@ -232,7 +232,9 @@ class Buffer:
             facts = await asyncio.to_thread(check_group, group, self._rules(table))
         else:
             facts = check_group(group, self._rules(table))
-        insert = Insert(lease_id, facts, payload, payload_digest(payload), drop_reason)
+        insert = Insert(
+            lease_id, facts, payload, payload_digest(payload), drop_reason, group.sampling, group.prompt_differs
+        )
         return await self._write(lambda ledger: leases.insert_group(ledger, insert))
 
     def _rules(self, table: TableSettings) -> GroupRules:
@@ -241,6 +243,9 @@ class Buffer:
             num_samples=table.samples_per_prompt,
             require_routes=table.require_routes,
             needs_logprobs=table.kind != "sft",
+            model=self._ledger.model,
+            max_forks=table.max_forks,
+            max_reward_parts=table.max_reward_parts,
         )
 
     async def fail_prompt(self, lease_id: str, failure: Failure, detail: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from vime_buffer.values import Version
+from vime_buffer.values import ModelLimits, PromptRecord, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RouteSegment:
-    """Experts of a run of input tokens. `inline` is None where a payload handle carries the bytes."""
+    """Experts of a run of input tokens. `inline` is None where a payload handle stands for the bytes."""
 
     first_token: int
     rows: int
@@ -28,8 +28,6 @@ class RouteSegment:
     shape: tuple[int, ...]
     digest: str
     inline: bytes | None
-    handle_bytes: int = 0
-    handle_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,8 @@ class SampleContent:
 
     group_id: str
     sample_index: int
-    prompt_tokens: int
-    response_tokens: int
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
     loss_mask_length: int
     logprobs: Sequence[float]
     spans: Sequence[Span]
@@ -59,6 +57,19 @@ class SampleContent:
     unscored_reason: str
     trajectory_id: str
     engine_id: str = ""
+    seed: int = 0
+    reward_parts: Collection[str] = ()
+    """Names of the parts."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.prompt_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of response tokens."""
+        return len(self.response_ids)
 
     @property
     def consumed_tokens(self) -> int:
@@ -80,6 +91,10 @@ class GroupContent:
     table: str
     prompt_id: str
     samples: Sequence[SampleContent]
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    """What it says about how it was sampled, by the names of SamplingSettings; what is unset is not there."""
+    prompt_differs: Callable[[PromptRecord], str] = lambda record: ""
+    """The field in which its prompt is not the record's; "" if none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +106,7 @@ class GroupRules:
     require_routes: bool
     needs_logprobs: bool = True
     """False for `sft`, where nothing was sampled."""
+    model: ModelLimits | None = None
+    """What the model can have produced; None: nothing is known of it."""
+    max_forks: int = 256
+    max_reward_parts: int = 64

@@ -15,7 +15,7 @@ from vime.common.v1 import trajectory_pb2 as trajectory_pb
 from vime.common.v1 import weight_version_pb2 as version_pb
 from vime_buffer.content import GroupContent, RouteSegment, RouteTrace, SampleContent, Span
 from vime_buffer.messages import chat_message
-from vime_buffer.settings import TableSettings
+from vime_buffer.settings import SamplingSettings, TableSettings
 from vime_buffer.values import GroupRow, LeaseGrant, ModelLimits, PromptRecord, QuarantinedRow, Version
 from vime_buffer.views import Counts, TableView
 
@@ -72,11 +72,13 @@ def lease_to_proto(lease: LeaseGrant, settings: TableSettings) -> prompt_pb.Prom
         group_id=lease.group_id,
         attempt=lease.attempt,
         fence=fence,
-        sampling=sampling_to_proto(settings),
+        sampling=sampling_to_proto(lease.sampling),
         num_samples=lease.num_samples,
         ttl=duration(lease.ttl),
         seeds=lease.seeds,
         reward=lease.reward,
+        require_routes=settings.require_routes,
+        generation_deadline=duration(settings.generation_deadline),
     )
     if lease.eval_step is not None:
         message.eval_step = lease.eval_step
@@ -113,15 +115,31 @@ def group_from_proto(group: trajectory_pb.TrajectoryGroup) -> GroupContent:
         table=group.table,
         prompt_id=group.prompt.prompt_id,
         samples=[_sample(sample) for sample in group.samples],
+        sampling={field.name: _plain(value) for field, value in group.sampling.ListFields()},
+        prompt_differs=lambda record: _prompt_differs(group, record),
     )
+
+
+def _prompt_differs(group: trajectory_pb.TrajectoryGroup, record: PromptRecord) -> str:
+    """The field in which a group's prompt is another than its lease's; a field that it leaves out is not compared."""
+    said, meant = group.prompt, prompt_to_proto(record)
+    for field, value in said.ListFields():
+        if value != getattr(meant, field.name):
+            return f"group.prompt.{field.name}"
+    if meant.HasField("token_ids"):
+        for position, sample in enumerate(group.samples):
+            ids = sample.prompt_token_ids
+            if ids and not sample.trajectory_id and ids != meant.token_ids.ids:
+                return f"samples[{position}].prompt_token_ids"
+    return ""
 
 
 def _sample(sample: trajectory_pb.Sample) -> SampleContent:
     return SampleContent(
         group_id=sample.group_id,
         sample_index=sample.sample_index,
-        prompt_tokens=len(sample.prompt_token_ids),
-        response_tokens=len(sample.response_token_ids),
+        prompt_ids=sample.prompt_token_ids,
+        response_ids=sample.response_token_ids,
         loss_mask_length=len(sample.loss_mask),
         logprobs=sample.rollout_logprobs,
         spans=[Span(span.first_token, version_from_proto(span.weight_version)) for span in sample.version_spans],
@@ -132,6 +150,8 @@ def _sample(sample: trajectory_pb.Sample) -> SampleContent:
         unscored_reason=_UNSCORED.get(sample.unscored_reason, ""),
         trajectory_id=sample.trajectory_id,
         engine_id=sample.engine_id,
+        seed=sample.seed,
+        reward_parts=sample.reward_parts,
     )
 
 
@@ -146,8 +166,6 @@ def _routes(trace: trajectory_pb.RoutingTrace) -> RouteTrace:
             shape=tuple(segment.experts.shape),
             digest=segment.experts.digest,
             inline=segment.experts.inline if segment.experts.WhichOneof("data") != "handle" else None,
-            handle_bytes=segment.experts.handle.nbytes,
-            handle_key=segment.experts.handle.key,
         )
         for segment in trace.segments
     ]
@@ -169,9 +187,9 @@ _DTYPE = _names(tensor_pb.Dtype, "DTYPE_")
 # ------------------------------------------------------------------ tables
 
 
-def sampling_to_proto(settings: TableSettings) -> trajectory_pb.SamplingParams:
+def sampling_to_proto(sampling: SamplingSettings) -> trajectory_pb.SamplingParams:
     """Sampling settings on the wire; unset stays unset."""
-    return trajectory_pb.SamplingParams(**settings.sampling.model_dump())
+    return trajectory_pb.SamplingParams(**sampling.model_dump())
 
 
 def settings_from_proto(config: table_pb.TableConfig) -> dict[str, Any]:
@@ -192,6 +210,8 @@ def settings_from_proto(config: table_pb.TableConfig) -> dict[str, Any]:
         "max_drops_in_a_row": config.max_drops_in_a_row,
         "max_failures_in_a_row": config.max_failures_in_a_row,
         "max_unusable_in_a_row": config.max_unusable_in_a_row,
+        "max_forks": config.max_forks,
+        "max_reward_parts": config.max_reward_parts,
     }
     data = {key: value for key, value in data.items() if value or key == "samples_per_prompt"}
     # A selector of a newer contract must not silently become the default one.
@@ -223,7 +243,7 @@ def settings_to_proto(settings: TableSettings) -> table_pb.TableConfig:
     return table_pb.TableConfig(
         **data,
         source=table_pb.PromptSource(**source),
-        sampling=sampling_to_proto(settings),
+        sampling=sampling_to_proto(settings.sampling),
         lease_ttl=duration(settings.lease_ttl),
         max_lease=duration(settings.max_lease),
         generation_deadline=duration(settings.generation_deadline),

@@ -13,6 +13,7 @@ from vime_buffer.admission import admit
 from vime_buffer.evals import finish_round_if_done
 from vime_buffer.ledger import NO_LEASE, Ledger
 from vime_buffer.seeds import group_seeds
+from vime_buffer.settings import SamplingSettings
 from vime_buffer.values import (
     DROP_DELETED,
     DROP_OTHER,
@@ -32,6 +33,7 @@ from vime_service.errors import (
     LeaseLost,
     NotFound,
     ResourceExhausted,
+    VimeError,
 )
 from vime_service.logging import get_logger
 
@@ -82,8 +84,9 @@ def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str) -> Leas
     lease_id = f"{row['group_id']}#{row['attempt']}.{secrets.token_hex(4)}"
     ledger.db.run(
         "UPDATE groups SET state = ?, lease_id = ?, worker_id = ?, request_id = ?, "
-        "fence_incarnation = ?, fence_step = ? WHERE id = ?",
-        State.OPEN, lease_id, worker_id, request_id or None, fence.incarnation, fence.step, row_id,
+        "fence_incarnation = ?, fence_step = ?, lease_sampling = ? WHERE id = ?",
+        State.OPEN, lease_id, worker_id, request_id or None, fence.incarnation, fence.step,
+        ledger.table_by_id(row["table_id"]).settings.sampling.model_dump_json(), row_id,
     )  # fmt: skip
     ledger.bump(row["table_id"], "drawn")
     ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
@@ -109,7 +112,13 @@ def _lease(ledger: Ledger, row: Any) -> LeaseGrant:
         eval_step=row["eval_step"],
         seeds=group_seeds(ledger.options.seed, record.prompt_id, settings.samples_per_prompt),
         reward=settings.reward,
+        sampling=_sampling(row) or settings.sampling,
     )
+
+
+def _sampling(row: sqlite3.Row) -> SamplingSettings | None:
+    """What the lease said; None for one of before it was noted. The table's may have changed since."""
+    return SamplingSettings.model_validate_json(row["lease_sampling"]) if row["lease_sampling"] else None
 
 
 def _fence(ledger: Ledger, row: Any) -> Version:
@@ -157,6 +166,7 @@ def insert_group(ledger: Ledger, insert: Insert) -> bool:
     if insert.drop_reason:
         _drop(ledger, row, insert)
     else:
+        _check_terms(ledger, row, insert)
         _store(ledger, row, insert)
     ledger.lease_ended(insert.lease_id)
     return False
@@ -171,6 +181,38 @@ def _check_prompt(ledger: Ledger, row: sqlite3.Row, actual: str) -> None:
             field="group.prompt.prompt_id",
             expected=expected,
             actual=actual,
+        )
+
+
+def _check_terms(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
+    """The group is what the lease asked for: of its record, sampled as it said, with its seeds."""
+    sampling = _sampling(row)
+    wrong = sampling.differs(insert.sampling) if sampling is not None and insert.sampling is not None else None
+    if wrong is not None:
+        field, expected, actual = wrong
+        raise InvalidArgument(
+            f"group {row['group_id']} was sampled with {field} {actual}, its lease says {expected}",
+            field=f"group.sampling.{field}",
+            expected=expected,
+            actual=actual,
+        )
+    table = ledger.table_by_id(row["table_id"])
+    seeds = group_seeds(ledger.options.seed, insert.facts.prompt_id, table.settings.samples_per_prompt)
+    stranger = next((seed for seed in insert.facts.seeds if seed not in seeds), None)
+    if stranger is not None:
+        raise InvalidArgument(
+            f"group {row['group_id']} has a sample of seed {stranger}, which is none of its lease's",
+            field="samples.seed",
+            actual=stranger,
+        )
+    try:
+        record = table.source.read(row["epoch"], row["source_index"])
+    except VimeError as error:  # the source went away since: that is no fault of a group that was leased before
+        _log.warning("a group's prompt cannot be compared", group_id=row["group_id"], cause=error.message)
+        return
+    if differs := insert.prompt_differs(record):
+        raise InvalidArgument(
+            f"group {row['group_id']}: {differs} is not that of its lease's prompt {record.prompt_id}", field=differs
         )
 
 

@@ -6,18 +6,26 @@ DESIGN section 3: missing, extra, duplicate or out-of-range rows are an error, n
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from vime_buffer.content import RouteSegment, RouteTrace
+from vime_buffer.values import ModelLimits
 from vime_service.errors import BadRoutingTrace, DigestMismatch, InvalidArgument
 
+_FEW = 32
+"""Experts per token up to which comparing columns is faster than sorting rows."""
+_SHOWN = 16
 _ITEM_BYTES = {"UINT8": 1, "UINT16": 2}
 
 
-def check_routes(trace: RouteTrace, consumed_tokens: int, run_id: str, where: str) -> tuple[object, ...]:
+def check_routes(
+    trace: RouteTrace, consumed_tokens: int, run_id: str, where: str, model: ModelLimits | None = None
+) -> tuple[object, ...]:
     """Check a trace; what all samples of a group must share: layers, number of experts, top-k.
 
     Args:
@@ -25,6 +33,7 @@ def check_routes(trace: RouteTrace, consumed_tokens: int, run_id: str, where: st
         consumed_tokens: prompt + response - 1, the number of rows expected.
         run_id: the run that all versions must be of.
         where: the field's path, for messages.
+        model: whose layers, experts and top-k they must be; None: nothing is known of it.
 
     Raises:
         BadRoutingTrace: rows or ids are wrong.
@@ -32,6 +41,9 @@ def check_routes(trace: RouteTrace, consumed_tokens: int, run_id: str, where: st
         InvalidArgument: dtype, source or version is wrong.
     """
     layers = tuple(trace.moe_layer_ids)
+    if model is not None:
+        _check_model("moe_layer_ids", list(layers), list(model.moe_layer_ids), where)
+        _check_model("num_experts", trace.num_experts, model.num_experts, where)
     if not layers or any(b <= a for a, b in pairwise(layers)):
         raise BadRoutingTrace(
             f"{where}.moe_layer_ids must rise and not be empty, found {list(layers[:8])}",
@@ -50,7 +62,20 @@ def check_routes(trace: RouteTrace, consumed_tokens: int, run_id: str, where: st
         raise BadRoutingTrace(
             f"{where}: segments disagree about top-k: {sorted(top_ks)}", field=where, expected=1, actual=len(top_ks)
         )
-    return layers, trace.num_experts, top_ks.pop()
+    top_k = top_ks.pop()
+    if model is not None:
+        _check_model("top_k", top_k, model.top_k, where)
+    return layers, trace.num_experts, top_k
+
+
+def _check_model(name: str, actual: object, expected: object, where: str) -> None:
+    if actual != expected:
+        raise BadRoutingTrace(
+            f"{where}.{name} is {str(actual)[:200]}, the model's is {str(expected)[:200]}",
+            field=f"{where}.{name}",
+            expected=str(expected)[:200],
+            actual=str(actual)[:200],
+        )
 
 
 def _check_cover(trace: RouteTrace, consumed_tokens: int, where: str) -> None:
@@ -102,14 +127,15 @@ def _check_segment(segment: RouteSegment, trace: RouteTrace, layers: int, run_id
             expected=f"{segment.rows},{layers}",
             actual=",".join(map(str, shape)),
         )
-    _check_bytes(segment, trace.num_experts, math.prod(shape) * _ITEM_BYTES[wanted], where)
+    _check_bytes(segment, trace, math.prod(shape) * _ITEM_BYTES[wanted], top_k, where)
     return top_k
 
 
-def _check_bytes(segment: RouteSegment, num_experts: int, nbytes: int, where: str) -> None:
+def _check_bytes(segment: RouteSegment, trace: RouteTrace, nbytes: int, top_k: int, where: str) -> None:
     if segment.inline is None:
-        _check_handle(segment, nbytes, where)
-        return
+        raise InvalidArgument(
+            f"{where}.experts comes as a payload handle; routes are taken inline only", field=f"{where}.experts.handle"
+        )
     if len(segment.inline) != nbytes:
         raise BadRoutingTrace(
             f"{where}.experts has {len(segment.inline)} bytes, its shape says {nbytes}",
@@ -125,7 +151,9 @@ def _check_bytes(segment: RouteSegment, num_experts: int, nbytes: int, where: st
             expected=segment.digest,
             actual=digest,
         )
-    highest = int(np.frombuffer(segment.inline, dtype=np.uint8 if num_experts <= 256 else "<u2").max())
+    num_experts = trace.num_experts
+    experts = np.frombuffer(segment.inline, dtype=np.uint8 if num_experts <= 256 else "<u2")
+    highest = int(experts.max())
     if highest >= num_experts:
         raise BadRoutingTrace(
             f"{where}.experts names expert {highest} of {num_experts}",
@@ -133,22 +161,28 @@ def _check_bytes(segment: RouteSegment, num_experts: int, nbytes: int, where: st
             expected=num_experts - 1,
             actual=highest,
         )
-
-
-def _check_handle(segment: RouteSegment, nbytes: int, where: str) -> None:
-    """The bytes are checked by who reads them, against the digest; here only what the handle says."""
-    key = segment.handle_key
-    if not key or key.startswith("/") or ".." in key.split("/"):
-        raise InvalidArgument(
-            f'{where}.experts has the payload key "{key}"; keys are relative and never go up',
-            field=f"{where}.experts.handle.key",
-            value=key,
-        )
-    if segment.handle_bytes != nbytes or not segment.digest:
+    row = _repeats(experts.reshape(-1, top_k))
+    if row is not None:
+        token, layer = divmod(row, len(trace.moe_layer_ids))
+        chosen = experts.reshape(-1, top_k)[row].tolist()
         raise BadRoutingTrace(
-            f"{where}.experts has a handle of {segment.handle_bytes} bytes "
-            f"{'' if segment.digest else 'without a digest'}, its shape says {nbytes}",
-            field=f"{where}.experts.handle",
-            expected=nbytes,
-            actual=segment.handle_bytes,
+            f"{where}.experts chooses {chosen[:_SHOWN]} for token {segment.first_token + token} in layer "
+            f"{trace.moe_layer_ids[layer]}: an expert is chosen once",
+            field=f"{where}.experts",
+            expected=top_k,
+            actual=len(set(chosen)),
         )
+
+
+def _repeats(rows: NDArray[Any]) -> int | None:
+    """The first row that holds a value twice. Columns are compared: sorting each short row takes far longer."""
+    top_k = rows.shape[1]
+    if top_k > _FEW:
+        ordered = np.sort(rows, axis=1)
+        found = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+    else:
+        columns = np.ascontiguousarray(rows.T)
+        found = np.zeros(rows.shape[0], dtype=bool)
+        for a, b in combinations(range(top_k), 2):
+            found |= columns[a] == columns[b]
+    return int(found.argmax()) if found.any() else None

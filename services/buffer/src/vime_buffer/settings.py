@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -74,6 +75,17 @@ class SamplingSettings(ConfigModel):
     extra_json: str = ""
     """Engine options of other names, as one JSON object."""
 
+    def differs(self, said: Mapping[str, object]) -> tuple[str, object, object] | None:
+        """The first field in which a group was sampled otherwise, with both values; None if there is none.
+
+        A group that says nothing of it is held to what changes logprobs: the trainer takes its word for the defaults.
+        """
+        for name in type(self).model_fields if said else ("temperature", "top_p", "top_k"):
+            meant, found = _meaning(name, getattr(self, name)), _meaning(name, said.get(name))
+            if meant != found:
+                return name, meant, found
+        return None
+
     @field_validator("extra_json")
     @classmethod
     def _is_an_object(cls, value: str) -> str:
@@ -85,6 +97,15 @@ class SamplingSettings(ConfigModel):
             if not isinstance(parsed, dict):
                 raise ValueError(f"extra_json must be a JSON object, not {type(parsed).__name__}")
         return value
+
+
+def _meaning(name: str, value: Any) -> object:
+    """A value as the engine understands it: unset is its default, floats are those of the wire."""
+    if name in ("temperature", "top_p"):
+        return struct.unpack("<f", struct.pack("<f", 1.0 if value is None else value))[0]
+    if name in ("stop", "stop_token_ids"):
+        return tuple(value or ())
+    return value or 0
 
 
 class TableSettings(ConfigModel):
@@ -137,6 +158,11 @@ class TableSettings(ConfigModel):
     max_unusable_in_a_row: int = Field(default=0, ge=0, lt=2**32)
     """Groups that training may refuse without training a step in between before the run is told; 0 means
     2 x groups_per_step, and not below 4."""
+
+    max_forks: int = Field(default=256, ge=1, le=65536)
+    """Samples that one trajectory may have forked into."""
+    max_reward_parts: int = Field(default=64, ge=1, le=65536)
+    """Parts that the reward of one sample may have."""
 
     @field_validator("name")
     @classmethod

@@ -230,7 +230,7 @@ def proto_group(
     routes = None
     if moe_layers:
         item = 1 if num_experts <= 256 else 2
-        data = bytes(rows * moe_layers * top_k * item)
+        data = b"".join(n.to_bytes(item, "little") for n in range(top_k)) * (rows * moe_layers)
         experts = TensorRef(
             dtype=DTYPE_UINT8 if item == 1 else DTYPE_UINT16,
             shape=[rows, moe_layers, top_k],

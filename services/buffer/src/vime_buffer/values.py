@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 
+from vime_buffer.settings import SamplingSettings
 from vime_service.errors import InvalidArgument
 
 _PAGE_TOKEN = re.compile("[0-9]{1,19}")
@@ -178,6 +179,7 @@ class LeaseGrant:
     eval_step: int | None
     seeds: tuple[int, ...]
     reward: str
+    sampling: SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class GroupFacts:
     """Every version in the spans once, the oldest first; none if no sample has a response."""
     engines: tuple[str, ...] = ()
     """Engines that generated it, as their samples name them."""
+    seeds: tuple[int, ...] = ()
+    """The seed of each trajectory; none where nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,9 @@ class Insert:
     payload: bytes
     digest: bytes
     drop_reason: str = ""
+    sampling: Mapping[str, object] | None = None
+    """See `GroupContent`; None is not compared."""
+    prompt_differs: Callable[[PromptRecord], str] = lambda record: ""
 
 
 @dataclass(frozen=True, slots=True)
