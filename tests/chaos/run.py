@@ -1,18 +1,21 @@
 """Kill and freeze every process of a real run, at k = 0, 1 and 3: it reaches its last step, nothing lost or doubled.
 
 `make chaos NAME=run ROUNDS=n`. Real vLLM and real Megatron on CPU. Each round sends SIGKILL or SIGSTOP (and later
-SIGCONT) to one process: trainer service, trainer rank, vLLM engine, rollout service, router, buffer, worker or driver.
+SIGCONT) to one process: trainer service, trainer rank, vLLM engine, rollout service, router, buffer, worker or driver; or it lets a foreign worker insert a group
+that no model can have made (`tests/chaos/poison.py`), and the data file holds as many lines that nobody can read.
 At the end, the trained group ids of every step are compared with the ledger's, and the versions and laws of every step
-are checked.
+are checked; every poison was counted with its reason and none was trained.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -25,11 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.poison import Poisoner, read_plan, spoil_data
+
+from vime_client.buffer import BufferClient
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "addition" / "grpo.toml"
 VIME = Path(sys.executable).with_name("vime")
 STALENESSES = (0, 1, 3)
-VICTIMS = ("rank", "worker-0", "buffer", "router", "engine", "trainer", "rollout-0", "driver")
+VICTIMS = ("rank", "worker-0", "buffer", "router", "engine", "trainer", "rollout-0", "driver", "poison")
 GROUPS_PER_STEP, CHECKPOINT_EVERY = 4, 3
 FIRST_STEP_S, QUIET_S, RECOVER_S = 300, (1.0, 4.0), 300
 FREEZE_S = (1.0, 6.0)
@@ -48,6 +55,9 @@ class Chaos:
     driver: subprocess.Popen[bytes] | None = None
     faults: Counter[str] = field(default_factory=Counter)
     recovered_s: list[float] = field(default_factory=list)
+    poisoner: Poisoner = field(default_factory=Poisoner)
+    skipped_records: dict[str, int] = field(default_factory=dict)
+    quarantined: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -62,6 +72,15 @@ class Chaos:
         """Enough that the run is still going when the last fault comes; the recovery of each costs steps."""
         return 10 + STEPS_PER_ROUND * self.rounds
 
+    @property
+    def recipe(self) -> Path:
+        """A copy of the main recipe, whose data has been spoilt."""
+        folder = self.folder / f"{self.name}-recipe"
+        if not folder.exists():
+            shutil.copytree(RECIPE.parent, folder)
+            spoil_data(folder / "train.jsonl", self.rounds, self.random)
+        return folder / RECIPE.name
+
     def start(self, *flags: str) -> None:
         """Start a driver: of a new run, or one that joins."""
         settings = (
@@ -70,6 +89,8 @@ class Chaos:
             f"tables.train.max_staleness={self.staleness}",
             f"tables.train.groups_per_step={GROUPS_PER_STEP}",
             "tables.train.samples_per_prompt=4",
+            "tables.train.source.lenient=true",
+            "worker.concurrency=3",  # below groups_per_step, so that the foreign worker gets its share
             "tables.train.lease_ttl=8",
             "tables.train.generation_deadline=6",
             "tables.train.max_attempts=1000",
@@ -83,7 +104,7 @@ class Chaos:
         sets = [part for setting in settings for part in ("--set", setting)]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.driver = subprocess.Popen(
-                [str(VIME), "run", str(RECIPE), "--name", self.name, *flags, *sets],
+                [str(VIME), "run", str(self.recipe), "--name", self.name, *flags, *sets],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -128,11 +149,16 @@ class Chaos:
             if self.over:
                 break
             self._fault(VICTIMS[(round_ + STALENESSES.index(self.staleness) * 3) % len(VICTIMS)])
+        asyncio.run(self._read_counts())
         self._wait(lambda: self.over, RECOVER_S + 20 * self.steps, "the end of the run")
         if self.driver is not None:
             self.driver.wait(timeout=120)
 
     def _fault(self, victim: str) -> None:
+        if victim == "poison":
+            self.faults[victim] += 1
+            asyncio.run(self.poisoner.insert(read_plan(self.run_dir), self.random))
+            return
         pid = self.pid_of(victim)
         if pid is None:
             return
@@ -153,6 +179,20 @@ class Chaos:
             self.start("--join")
         self._wait(lambda: len(self.records()) > before or self.over, RECOVER_S, f"a step after {victim} was hit")
         self.recovered_s.append(time.monotonic() - began)
+
+    async def _read_counts(self) -> None:
+        """What the buffer says of bad records and of groups that training refused, while it is still there."""
+        async with BufferClient(read_plan(self.run_dir)["buffer"]) as buffer:
+            await self._quarantine_of(buffer)
+            self.skipped_records = dict((await buffer.tables())["train"].skipped_records)
+
+    async def _quarantine_of(self, buffer: BufferClient) -> None:
+        """Wait until training has met every poison that was stored."""
+        end = time.monotonic() + RECOVER_S
+        while self.poisoner.accepted.keys() - self.quarantined.keys() and time.monotonic() < end and not self.over:
+            found = await buffer.quarantined("train")
+            self.quarantined = {(group.group_id, group.attempt): group.detail for group in found}
+            await asyncio.sleep(0.5)
 
     def _wait(self, condition: Any, seconds: float, what: str) -> None:
         end = time.monotonic() + seconds
@@ -183,6 +223,11 @@ class Chaos:
             "doubled": len(ids) - len(set(ids)),
             "mixed": sum(a >= b for a, b in itertools.pairwise(versions)),
             "laws_held": all(_laws_hold(record) for record in records),
+            "bad_records": sum(self.skipped_records.values()),
+            "poison_refused": dict(self.poisoner.refused),
+            "poison_quarantined": [self.quarantined.get(key, "NOT FOUND") for key in self.poisoner.accepted],
+            "poison_uncounted": abs(self.rounds - sum(self.skipped_records.values()))
+            + len(self.poisoner.accepted.keys() - self.quarantined.keys()),
             "incarnations": max((v[0] for v in versions), default=0),
         }
 
@@ -212,6 +257,7 @@ def run(rounds: int) -> dict[str, Any]:
         "doubled": sum(v["doubled"] for v in verdicts.values()),
         "mixed": sum(v["mixed"] for v in verdicts.values()),
         "laws_held": all(v["laws_held"] for v in verdicts.values()),
+        "poison_uncounted": sum(v["poison_uncounted"] for v in verdicts.values()),
         "recovered_s_max": round(max(recovered), 1),
         "faults": dict(faults),
         "runs": verdicts,
