@@ -1,10 +1,10 @@
 """Kill and freeze every process of a real run, at k = 0, 1 and 3: it reaches its last step, nothing lost or doubled.
 
 `make chaos NAME=run ROUNDS=n`. Real vLLM and real Megatron on CPU. Each round sends SIGKILL or SIGSTOP (and later
-SIGCONT) to one process: trainer service, trainer rank, vLLM engine, rollout service, router, buffer, worker or driver; or it lets a foreign worker insert a group
-that no model can have made (`tests/chaos/poison.py`), and the data file holds as many lines that nobody can read.
-At the end, the trained group ids of every step are compared with the ledger's, and the versions and laws of every step
-are checked; every poison was counted with its reason and none was trained.
+SIGCONT) to one process: trainer service, trainer rank, vLLM engine, rollout service, router, buffer, worker or driver;
+or it lets a foreign worker insert a group that no model can have made (`tests/chaos/poison.py`); the data file holds as
+many lines that nobody can read. At the end, the trained group ids of every step are compared with the ledger's, and
+the versions and laws of every step are checked; every poison was counted with its reason and none was trained.
 """
 
 from __future__ import annotations

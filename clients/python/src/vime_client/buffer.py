@@ -120,6 +120,24 @@ class BufferClient:
             )
         return {table.config.name: table for table in answer.tables}
 
+    async def quarantined(self, table: str = "train") -> list[table_service_pb2.QuarantinedGroup]:
+        """Groups that training could not use, the newest first, without payloads."""
+        groups: list[table_service_pb2.QuarantinedGroup] = []
+        request = table_service_pb2.ListQuarantinedRequest(table=table)
+        while True:
+            with rpc_errors("buffer.ListQuarantined"):
+                page = await self._tables.ListQuarantined(request, timeout=CALL_SECONDS)
+            groups += page.groups
+            if not page.next_page_token:
+                return groups
+            request.page_token = page.next_page_token
+
+    async def quarantined_group(self, group_id: str, attempt: int) -> trajectory_pb2.TrajectoryGroup:
+        """One of them as it was inserted."""
+        request = table_service_pb2.GetQuarantinedRequest(group_id=group_id, attempt=attempt)
+        with rpc_errors("buffer.GetQuarantined"):
+            return (await self._tables.GetQuarantined(request, timeout=CALL_SECONDS)).group
+
 
 class LeasedPrompt:
     """A lease as a context manager: kept alive inside the block; given back if the block ends without `insert`."""

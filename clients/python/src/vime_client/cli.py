@@ -105,6 +105,29 @@ def status(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None
         _end(str(error))
 
 
+@app.command()
+def buffer(
+    where: Annotated[str, typer.Argument(metavar="RUN|HOST:PORT", help="Run folder, or the address of a buffer.")],
+    group: Annotated[
+        str | None,
+        typer.Option(metavar="GROUP#ATTEMPT", help="Print this quarantined group as JSON, for vime inspect."),
+    ] = None,
+) -> None:
+    """Show a buffer's tables: counts, laws, what blocks them, and the groups that training could not use."""
+    _quiet_grpc()
+    from rich.console import Console
+
+    from vime_client.driver.tables import NoBuffer, print_group, print_tables
+
+    try:
+        if group is None:
+            print_tables(where, Console())
+        else:
+            print_group(where, group)
+    except NoBuffer as error:
+        _end(str(error))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
