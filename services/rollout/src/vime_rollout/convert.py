@@ -20,7 +20,7 @@ from vime_rollout.transfers import Rendezvous
 from vime_rollout.updates import CanaryPrompt
 from vime_rollout.weights import ANY_WEIGHTS, Fence, FenceKind
 from vime_service.bulk import Manifest, ManifestError, VersionKey
-from vime_service.bulk.wire import manifest_from_proto, version_from_proto, version_to_proto
+from vime_service.bulk.wire import dtype_from_proto, manifest_from_proto, version_from_proto, version_to_proto
 from vime_service.errors import InvalidArgument, Unimplemented
 
 INLINE_BYTES = 1 << 20
@@ -137,7 +137,14 @@ def rendezvous_in(message: manifest_pb2.Rendezvous) -> Rendezvous:
 
 def canary_in(messages: Sequence[manifest_pb2.CanaryPrompt]) -> list[CanaryPrompt]:
     """The canary prompts."""
-    return [CanaryPrompt(list(message.token_ids), list(message.logprobs)) for message in messages]
+    return [
+        CanaryPrompt(
+            list(message.token_ids),
+            list(message.logprobs),
+            dtype_from_proto(message.dtype) if message.dtype else "",
+        )
+        for message in messages
+    ]
 
 
 def pause_mode_in(value: int, default: PauseMode, field: str) -> PauseMode:

@@ -17,8 +17,6 @@ from vime_service.deadlines import remaining
 from vime_service.errors import InvalidArgument, Unavailable
 
 _RESERVE_S = 0.2
-_TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
-_TOLERANCE_OTHER = 0.05
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -79,7 +77,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         done = await core.updater.commit(
             convert.version_in(request.weight_version, "weight_version"),
             convert.canary_in(request.canary),
-            self._tolerance(request.canary_tolerance),
+            request.canary_tolerance,
             convert.pause_mode_in(request.pause_mode, PauseMode.KEEP, "pause_mode"),
         )
         return pb.CommitUpdateResponse(
@@ -109,7 +107,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             convert.manifest_in(request.manifest),
             payload.key,
             convert.canary_in(request.canary),
-            self._tolerance(request.canary_tolerance),
+            request.canary_tolerance,
             remaining(context, reserve=_RESERVE_S),
         )
         return pb.PullUpdateResponse(status=engine_status(core, self._address))
@@ -142,9 +140,6 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         """See the contract."""
         await self._ready().control.take_device(convert.version_in(request.caller_version, "caller_version"))
         return pb.ReturnDeviceResponse()
-
-    def _tolerance(self, wanted: float) -> float:
-        return wanted or _TOLERANCE.get(self._core.engine.description.dtype, _TOLERANCE_OTHER)
 
     def _ready(self) -> Core:
         if not self._core.started:

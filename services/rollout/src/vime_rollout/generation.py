@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from vime_rollout.engine import (
@@ -371,12 +369,6 @@ def cut_routes(routes: Routes, prompt: int, resumed: int, spans: Sequence[Versio
             parts = [(low, border, True), (border, high, False)]
         segments += [RoutingSegment(a, routes[a:b], cuts[low], source) for a, b, source in parts if a < b]
     return tuple(segments)
-
-
-def mean_abs_difference(ours: npt.NDArray[np.float32], theirs: Sequence[float]) -> float:
-    """Mean |a - b| in float64; infinite when a value is not finite."""
-    gap = np.abs(ours.astype(np.float64) - np.asarray(theirs, dtype=np.float64))
-    return float(gap.mean()) if bool(np.isfinite(gap).all()) else float("inf")
 
 
 def _seed(seed: int, resumed: int) -> int:

@@ -20,12 +20,12 @@ import numpy as np
 from vime_client.logs import get_logger
 from vime_rollout.config import UpdateConfig
 from vime_rollout.engine import Engine, EngineError, MemoryPart, PauseMode, WeightLoadReport, WeightsRefused
-from vime_rollout.generation import Generation, mean_abs_difference
+from vime_rollout.generation import Generation
 from vime_rollout.staging_area import StagingArea
 from vime_rollout.traffic import Traffic
 from vime_rollout.transfers import Connect, Fill, Rendezvous, Transfer, connect, read_payload, receive
 from vime_rollout.weights import Prepared, WeightState
-from vime_service.bulk import FileStaging, Manifest, StagingError, TransferStats, VersionKey
+from vime_service.bulk import FileStaging, Manifest, StagingError, TransferStats, VersionKey, canary_rule
 from vime_service.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -51,6 +51,8 @@ class CanaryPrompt:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    dtype: str = ""
+    """Type that they were computed in; empty: that of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class PreparedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CommittedUpdate:
-    """What was committed: the canary's mean |difference| (None: skipped), seconds stood still, parameters written."""
+    """What was committed: the canary's difference (None: skipped), seconds stood still, parameters written."""
 
     canary_difference: float | None
     pause_seconds: float
@@ -346,7 +348,8 @@ class Updater:
     async def _check_canary(
         self, version: VersionKey, canary: Sequence[CanaryPrompt], tolerance: float
     ) -> float | None:
-        """The mean |logprob difference| over the canary's tokens, None without a canary."""
+        """The |logprob difference| over the canary's tokens, None without a canary. `tolerance` 0: what follows from
+        the types that engine and trainer compute in."""
         if not canary:
             return None
         name = f"canary-{version.incarnation}-{version.step}"
@@ -358,9 +361,15 @@ class Updater:
                 )
             )
         ours = np.concatenate([score.logprobs for score in scores])
-        difference = mean_abs_difference(ours, [value for prompt in canary for value in prompt.logprobs])
-        if not difference <= tolerance:
-            raise CanaryDisagrees(f"mean |logprob difference| of the canary {difference:.3g}, allowed {tolerance:.3g}")
+        dtypes = {self._engine.description.dtype, *(prompt.dtype for prompt in canary if prompt.dtype)}
+        rule = canary_rule(sorted(dtypes))
+        difference = rule.difference(ours, [value for prompt in canary for value in prompt.logprobs])
+        limit = tolerance or rule.limit
+        if not difference <= limit:
+            raise CanaryDisagrees(
+                f"{rule.statistic} |logprob difference| of the canary {difference:.3g}, allowed {limit:.3g} "
+                f"in {' and '.join(sorted(dtypes))}"
+            )
         return difference
 
     async def _go_on(self, version: VersionKey) -> None:

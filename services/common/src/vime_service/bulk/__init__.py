@@ -1,5 +1,6 @@
 """Out-of-band transfer of weight versions. Needs torch and numpy (extra `bulk`); nothing else here imports them."""
 
+from vime_service.bulk.canary import CanaryRule, canary_rule
 from vime_service.bulk.deadline import Deadline
 from vime_service.bulk.errors import BulkError, DigestMismatch, ManifestError, StagingError, TransportError
 from vime_service.bulk.layout import BucketLayout
@@ -11,6 +12,7 @@ from vime_service.bulk.weights import TransferStats, WeightReceiver, WeightSende
 __all__ = [
     "BucketLayout",
     "BulkError",
+    "CanaryRule",
     "Deadline",
     "DigestMismatch",
     "FileStaging",
@@ -28,4 +30,5 @@ __all__ = [
     "VersionKey",
     "WeightReceiver",
     "WeightSender",
+    "canary_rule",
 ]

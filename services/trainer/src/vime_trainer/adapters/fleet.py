@@ -89,7 +89,7 @@ class GrpcFleet:
         request = pb.CommitUpdateRequest(
             weight_version=version_to_proto(described.version),
             canary=described.canary,
-            canary_tolerance=self._config.canary_tolerance,
+            canary_tolerance=self._config.canary_tolerance or 0.0,
             pause_mode=pb.PAUSE_MODE_KEEP,
         )
         answer = await self._leg(member, "CommitUpdate", self._engine(member).CommitUpdate(request, timeout=_COMMIT_S))

@@ -86,6 +86,11 @@ class Engine:
         return self._shape
 
     @property
+    def dtype(self) -> str:
+        """Type that it computes in."""
+        return self._config.dtype
+
+    @property
     def replays(self) -> bool:
         """Whether training replays routes (R3): a MoE model with `routing_replay` on."""
         return self._shape.is_moe and self._config.routing_replay

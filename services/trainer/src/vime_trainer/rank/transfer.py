@@ -13,6 +13,7 @@ from vime.bulk.v1.manifest_pb2 import CanaryPrompt
 from vime_service.bulk import Deadline, Manifest, TransferStats, VersionKey, WeightSender
 from vime_service.bulk.gloo import GlooTransport
 from vime_service.bulk.transport import member_names
+from vime_service.bulk.wire import dtype_to_proto
 from vime_trainer.engine.sample import Sample
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def canary(engine: Engine, count: int) -> list[CanaryPrompt]:
     generator = torch.Generator().manual_seed(0x71BE)
     prompts = [torch.randint(0, vocab, (length,), generator=generator) for _ in range(count)]
     scored = engine.score([_prompt(i, ids) for i, ids in enumerate(prompts)], replay=False)
+    dtype = dtype_to_proto(engine.dtype)
     return [
-        CanaryPrompt(token_ids=ids.tolist(), logprobs=logprobs.tolist())
+        CanaryPrompt(token_ids=ids.tolist(), logprobs=logprobs.tolist(), dtype=dtype)
         for ids, logprobs in zip(prompts, scored, strict=True)
     ]
 
