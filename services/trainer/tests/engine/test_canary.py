@@ -28,6 +28,7 @@ pytestmark = pytest.mark.engine
 MODEL = Path(__file__).resolve().parents[4] / "recipes" / "addition" / "model"
 PROMPTS = 4
 Weights = dict[str, torch.Tensor]
+Logprobs = npt.NDArray[np.float64]
 
 
 def swapped(layer: int, one: int, other: int) -> Callable[[Weights], None]:
@@ -80,12 +81,10 @@ class Canaries:
             self._prompts[dtype] = canary(Engine.from_hf(MODEL, EngineConfig.model_validate({"dtype": dtype})), PROMPTS)
         return self._prompts[dtype]
 
-    def logprobs(self, trainer: str) -> npt.NDArray[np.float64]:
+    def logprobs(self, trainer: str) -> Logprobs:
         return np.concatenate([list(prompt.logprobs) for prompt in self.prompts(trainer)])
 
-    def engine(
-        self, trainer: str, engine: str, fault: Callable[[Weights], None] | None = None
-    ) -> npt.NDArray[np.float64]:
+    def engine(self, trainer: str, engine: str, fault: Callable[[Weights], None] | None = None) -> Logprobs:
         """The engine's logprobs of the trainer's prompts."""
         from transformers import AutoModelForCausalLM
 

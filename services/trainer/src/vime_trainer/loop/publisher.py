@@ -53,8 +53,8 @@ class PublishConfig(ConfigModel):
     """Fixed prompts whose logprobs must agree between trainer and engine after a load. 0 switches the check off."""
 
     canary_tolerance: float | None = Field(default=None, gt=0)
-    """Largest |logprob difference| on the canary. Unset: what follows from the types that trainer and engine compute in;
-    there is no need to set it."""
+    """Largest |logprob difference| on the canary. Unset: what follows from the types that trainer and engine compute
+    in; there is no need to set it."""
 
 
 class PublishFailed(Exception):
