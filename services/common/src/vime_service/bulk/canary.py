@@ -1,4 +1,4 @@
-"""How much of a difference between the trainer's and an engine's logprobs a canary bears: it follows from the dtypes."""
+"""How far a canary lets the logprobs of trainer and engine differ: it follows from their dtypes."""
 
 from __future__ import annotations
 
