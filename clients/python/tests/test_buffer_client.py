@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from vime.buffer.v1 import prompt_service_pb2 as pb
+from vime.buffer.v1 import table_service_pb2 as table_pb
 from vime_client.buffer import BufferClient, drop_word
 from vime_client.testing import FakeBuffer, serving
 
@@ -50,3 +51,14 @@ async def test_a_call_and_its_repeats_have_one_request_id_and_the_next_call_anot
 )
 def test_a_filter_may_give_its_reason_in_any_words(reason: str, word: str) -> None:
     assert drop_word(reason) == word
+
+
+async def test_tables_are_read_page_by_page() -> None:
+    class Pages(FakeBuffer):
+        async def ListTables(self, request: table_pb.ListTablesRequest, context: object) -> table_pb.ListTablesResponse:
+            page = int(request.page_token or 0)
+            info = table_pb.TableInfo(config=table_pb.TableConfig(name=f"eval/{page}"))
+            return table_pb.ListTablesResponse(tables=[info], next_page_token=str(page + 1) if page < 2 else "")
+
+    async with serving(Pages()) as address, BufferClient(address) as client:
+        assert list(await client.tables()) == ["eval/0", "eval/1", "eval/2"]

@@ -316,5 +316,5 @@ async def test_filters_look_at_raw_rewards_and_unscored_samples_do_not_count() -
         assert await PluginFilter(f"grpc://{address}", 2.0).drop_reason(group(1)) == "dull"
     for decisions in (0, 2):
         async with serving(Plugin([], decisions=decisions)) as address:
-            with pytest.raises(FunctionError, match=f"the plug-in returned {decisions} decisions for 1 group"):
+            with pytest.raises(FunctionError, match=f"returned {decisions} decisions for 1 group"):
                 await PluginFilter(f"grpc://{address}", 2.0).drop_reason(group(1))

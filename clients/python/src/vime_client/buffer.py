@@ -113,12 +113,16 @@ class BufferClient:
             return await self._prompts.FailPrompt(request, timeout=timeout_s)
 
     async def tables(self) -> Mapping[str, table_service_pb2.TableInfo]:
-        """Settings and counts of all tables by name."""
-        with rpc_errors("buffer.ListTables"):
-            answer = await self._tables.ListTables(
-                table_service_pb2.ListTablesRequest(page_size=1000), timeout=CALL_SECONDS
-            )
-        return {table.config.name: table for table in answer.tables}
+        """Settings and counts of all tables by name, page by page: a page is filled by bytes as well as by number."""
+        found: dict[str, table_service_pb2.TableInfo] = {}
+        request = table_service_pb2.ListTablesRequest(page_size=1000)
+        while True:
+            with rpc_errors("buffer.ListTables"):
+                answer = await self._tables.ListTables(request, timeout=CALL_SECONDS)
+            found.update({table.config.name: table for table in answer.tables})
+            if not answer.next_page_token or answer.next_page_token == request.page_token:
+                return found
+            request.page_token = answer.next_page_token
 
     async def quarantined(self, table: str = "train") -> list[table_service_pb2.QuarantinedGroup]:
         """Groups that training could not use, the newest first, without payloads."""

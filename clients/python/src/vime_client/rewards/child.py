@@ -16,12 +16,11 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from vime_client.one_line import one_line, told
-from vime_client.rewards.functions import FunctionError, FunctionSpec, UserFunction, load_function
+from vime_client.rewards.functions import FunctionError, FunctionSpec, UserFunction, load_function, place_of
 from vime_client.rewards.values import Score, as_score, unscored
 
 _LENGTH = struct.Struct(">I")
@@ -51,7 +50,7 @@ class Child:
         except FunctionError as error:
             return {"error": str(error)}
         self._functions[spec] = function
-        return {"names": function.names, "takes_all": function.takes_all, "is_async": function.is_async}
+        return {"names": function.names, "required": function.required, "is_async": function.is_async}
 
     async def _run(self, function: UserFunction, job: Mapping[str, Any]) -> None:
         try:
@@ -189,10 +188,7 @@ async def _caught(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
 
 
 def _where(error: BaseException, function: UserFunction) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    own = [f for f in frames if f.filename == function.spec.place] or frames
-    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-    return told(error) + place
+    return told(error) + place_of(error, function.spec.place)
 
 
 def main() -> None:

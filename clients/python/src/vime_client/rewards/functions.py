@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from vime_client.one_line import told
+
+_OURS = (os.path.dirname(__file__) + os.sep, "<frozen importlib")
 
 
 class FunctionError(ValueError):
@@ -104,6 +108,13 @@ def load_function(spec: FunctionSpec) -> UserFunction:
     return _inspect(spec, call)
 
 
+def place_of(error: BaseException, file: str) -> str:
+    """Where an exception arose, as ` (file.py:12)`: its last line in `file`, else its last at all; "" if nowhere."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
+    own = [f for f in frames if f.filename == file] or frames
+    return f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+
+
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FunctionError(f"reward file {path} does not exist")
@@ -121,7 +132,7 @@ def _load_file(path: Path) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise FunctionError(f"{path} cannot be imported: {told(error)}") from error
+        raise FunctionError(f"{path} cannot be imported: {told(error)}{place_of(error, str(path))}") from error
     return module
 
 

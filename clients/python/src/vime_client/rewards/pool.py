@@ -81,7 +81,7 @@ class RewardPool:
         self._all.clear()
 
     async def load(self, spec: FunctionSpec) -> Mapping[str, Any]:
-        """Load a function in one child: its signature as {names, takes_all, is_async}.
+        """Load a function in one child: its signature as {names, required, is_async}.
 
         Raises:
             FunctionError: it cannot be found or imported, with the reason.

@@ -15,7 +15,8 @@ import grpc
 from vime.common.v1 import trajectory_pb2 as pb
 from vime.plugin.v1 import plugin_service_pb2, plugin_service_pb2_grpc
 from vime_client.channel import ChannelSettings, open_channel
-from vime_client.rewards.functions import FunctionSpec
+from vime_client.errors import RpcError, rpc_errors
+from vime_client.rewards.functions import FunctionError, FunctionSpec
 from vime_client.rewards.pool import RewardPool
 from vime_client.rewards.values import Score, Unscored, scored, unscored
 
@@ -56,21 +57,34 @@ class PluginReward:
 
     async def score(self, prompt: pb.Prompt, samples: Sequence[pb.Sample], table: str) -> list[Score]:
         """One score per sample, in their order; a failed call or another count leaves them all unscored."""
-        request = plugin_service_pb2.ScoreSamplesRequest(prompt=prompt, samples=samples, reward=self._reward)
         start = time.monotonic()
         try:
-            answer = await self._stub.ScoreSamples(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            down = error.code() is grpc.StatusCode.UNAVAILABLE
+            scores = await self.ask(prompt, samples)
+        except RpcError as error:
+            late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            down = error.code is grpc.StatusCode.UNAVAILABLE
             reason: Unscored = "TIMEOUT" if late else "CRASHED" if down else "RAISED"
-            detail = f"plugin {self.address}: {error.code().name}: {error.details()}"
-            return [unscored(reason, detail, time.monotonic() - start)] * len(samples)
+            return [unscored(reason, str(error), time.monotonic() - start)] * len(samples)
+        except FunctionError as error:
+            return [unscored("RAISED", str(error), time.monotonic() - start)] * len(samples)
         seconds = (time.monotonic() - start) / max(1, len(samples))
+        return [_from_plugin(score, seconds) for score in scores]
+
+    async def ask(self, prompt: pb.Prompt, samples: Sequence[pb.Sample]) -> Sequence[plugin_service_pb2.SampleScore]:
+        """The server's answer, one score per sample.
+
+        Raises:
+            RpcError: the call failed.
+            FunctionError: there is another number of scores.
+        """
+        request = plugin_service_pb2.ScoreSamplesRequest(prompt=prompt, samples=samples, reward=self._reward)
+        with rpc_errors(f"plugin {self.address}"):
+            answer = await self._stub.ScoreSamples(request, timeout=self._timeout_s)
         if len(answer.scores) != len(samples):
-            detail = f"plugin {self.address} returned {len(answer.scores)} scores for {len(samples)} samples"
-            return [unscored("RAISED", detail, seconds)] * len(samples)
-        return [_from_plugin(score, seconds) for score in answer.scores]
+            raise FunctionError(
+                f"plugin {self.address} returned {len(answer.scores)} scores for {len(samples)} samples"
+            )
+        return answer.scores
 
     async def close(self) -> None:
         """Close the channel."""

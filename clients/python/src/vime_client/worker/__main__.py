@@ -72,20 +72,20 @@ async def _work(settings: WorkerSettings) -> None:
 
 def _dry_run(config: WorkerConfig) -> int:
     from vime_client.channel import ChannelError, open_channel
-    from vime_client.rewards.functions import FunctionError
     from vime_client.rewards.pool import RewardPool
-    from vime_client.worker.worker import load_rewards
+    from vime_client.worker.check import check_user_code
 
-    async def load() -> None:
+    async def check() -> list[str]:
         settings = config.worker
         for address in (settings.buffer_address, settings.router_address):
             await open_channel(address, settings.credentials.once()).close()  # connects to nobody
         async with RewardPool(1, settings.reward_timeout_s, settings.base_dir) as pool:
-            await load_rewards(settings, pool)
+            return await check_user_code(settings, pool)
 
     try:
-        asyncio.run(load())
-    except (ChannelError, FunctionError) as error:
+        if problems := asyncio.run(check()):
+            return _say(*problems, code=EXIT_CONFIG)
+    except ChannelError as error:
         return _say(str(error), code=EXIT_CONFIG)
     sys.stdout.write(to_toml(config))
     return 0

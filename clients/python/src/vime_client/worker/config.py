@@ -26,6 +26,8 @@ class WorkerTable(ConfigModel):
 
     reward: str = "default"
     """Name of the table's reward."""
+    source: Path | None = None
+    """JSONL file of its records, where this machine has it: the rewards are checked against it before the start."""
     require_routes: bool = False
     """Ask the engine for routing traces."""
     generation_timeout_s: float = Field(default=50.0, gt=0)
@@ -97,6 +99,7 @@ def worker_settings(
     tables = {
         name: WorkerTable(
             reward=table.reward or "default",
+            source=table.source.path,
             require_routes=table.require_routes,
             generation_timeout_s=table.generation_deadline_s,
         )

@@ -14,6 +14,9 @@ from vime_client.rewards.functions import FunctionError, FunctionSpec
 from vime_client.rewards.pool import RewardPool
 from vime_client.rewards.reward import is_plugin, prompt_arguments, sample_arguments
 
+NONZERO_STD = "nonzero_std"
+"""Name of the filter that every recipe may use."""
+
 
 class GroupFilter(Protocol):
     """Says for a group why it is to be dropped, or "" to keep it."""
@@ -69,19 +72,24 @@ class PluginFilter:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._channel = open_channel(urlsplit(url).netloc, ChannelSettings(timeout_s=timeout_s))
+        self._address = urlsplit(url).netloc
+        self._channel = open_channel(self._address, ChannelSettings(timeout_s=timeout_s))
         self._stub = plugin_service_pb2_grpc.PluginServiceStub(self._channel)
 
     async def drop_reason(self, group: pb.TrajectoryGroup) -> str:
         """The server's reason, or "plugin" where it gives none."""
-        with rpc_errors("plugin.DecideGroups"):
+        with rpc_errors(f"plugin {self._address}"):
             answer = await self._stub.DecideGroups(
                 plugin_service_pb2.DecideGroupsRequest(groups=[group]), timeout=self._timeout_s
             )
         if len(answer.decisions) != 1:
-            raise FunctionError(f"the plug-in returned {len(answer.decisions)} decisions for 1 group")
+            raise FunctionError(f"plugin {self._address} returned {len(answer.decisions)} decisions for 1 group")
         decision = answer.decisions[0]
         return "" if decision.keep else decision.reason or "plugin"
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
 
 
 def make_filter(text: str, pool: RewardPool, base: Path, timeout_s: float) -> GroupFilter:
@@ -92,7 +100,7 @@ def make_filter(text: str, pool: RewardPool, base: Path, timeout_s: float) -> Gr
     """
     if not text:
         return KeepAll()
-    if text == "nonzero_std":
+    if text == NONZERO_STD:
         return NonzeroStd()
     if is_plugin(text):
         return PluginFilter(text, timeout_s)

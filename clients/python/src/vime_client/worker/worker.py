@@ -21,7 +21,7 @@ from vime_client.rewards.functions import FunctionSpec
 from vime_client.rewards.pool import PoolClosed, RewardPool
 from vime_client.rewards.reward import Reward, is_plugin, make_reward
 from vime_client.worker.config import WorkerSettings
-from vime_client.worker.filters import make_filter
+from vime_client.worker.filters import NONZERO_STD, make_filter
 from vime_client.worker.leases import HeldLeases
 from vime_client.worker.maker import Failed, GroupMaker, Made
 
@@ -74,7 +74,7 @@ async def load_rewards(settings: WorkerSettings, pool: RewardPool) -> Mapping[st
         FunctionError: naming the file and the function.
     """
     for text in [*settings.rewards.values(), settings.filter]:
-        if text and text != "nonzero_std" and not is_plugin(text):
+        if text not in ("", NONZERO_STD) and not is_plugin(text):
             await pool.load(FunctionSpec.parse(text, settings.base_dir))
     return {
         name: make_reward(text, pool, settings.base_dir, settings.reward_timeout_s)
