@@ -13,8 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from vime_client.metrics import Distribution, Metrics
+from vime_client.span_file import FileSpanExporter
 from vime_client.telemetry import Telemetry, TelemetryConfig
 
 
@@ -60,6 +63,29 @@ def test_several_processes_share_one_file_without_mixing_lines(tmp_path: Path) -
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) == 1500
     assert {line["service"] for line in lines} == {"service-0", "service-1", "service-2"}
+
+
+def test_the_file_is_bounded_and_keeps_the_latest_spans_of_all_processes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, limit = tmp_path / "traces.jsonl", 20_000
+    exporters = [FileSpanExporter(file, limit) for _ in range(2)]
+    written = []
+    telemetry = Telemetry("buffer", "1", TelemetryConfig())
+    caplog.set_level("INFO")
+    for number in range(400):
+        span = telemetry.tracer("test").start_span(f"span-{number}")
+        span.end()
+        assert isinstance(span, ReadableSpan)
+        assert exporters[number % 2].export([span]) is SpanExportResult.SUCCESS
+        written.append(span.name)
+    kept = [tmp_path / "traces.jsonl.1", file]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert all(path.stat().st_size < limit + 1000 for path in kept)
+    names = [json.loads(line)["name"] for path in kept for line in path.read_text().splitlines()]
+    assert names == written[-len(names) :]
+    assert len(names) > 20
+    assert "put aside" in caplog.text
 
 
 @pytest.mark.parametrize("collector", ["closed port", "black hole"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_service import ServiceConfig, run_service, service_cli
-from vime_service.errors import ResourceExhausted, StaleIncarnation, Unimplemented, VimeError
+from vime_service.errors import ResourceExhausted, StaleIncarnation, Unavailable, Unimplemented, VimeError
 
 ECHO = "vime.test.Echo"
 state = {"stream_closed": 0, "hang_ended": 0}
@@ -39,6 +39,12 @@ async def echo(request: bytes, context: Any) -> bytes:
     if request.startswith(b"long"):
         letter = request.removeprefix(b"long").decode().strip() or "x"
         raise VimeError(letter * 100_000, **{f"fact{i}": letter * 10_000 for i in range(100)})
+    if request == b"not ready":
+        raise Unavailable("the model is loading")
+    if request == b"gives up":
+        work = asyncio.ensure_future(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(work.cancel)
+        await work
     if request == b"bug":
         raise ZeroDivisionError("the secret is 4711")
     return request
@@ -58,6 +64,16 @@ async def write(request: bytes, context: Any) -> None:
         await context.write(str(number).encode())
 
 
+class Blocked:
+    """What a long poll answers that found nothing: see `vime_client.span_choice`."""
+
+    blocked_by = 1
+
+
+async def poll(request: bytes, context: Any) -> Any:
+    return request or Blocked()
+
+
 async def hang(request: bytes, context: Any) -> bytes:
     try:
         await asyncio.sleep(60)
@@ -73,6 +89,9 @@ def register(service: Any) -> None:
         "Echo": grpc.unary_unary_rpc_method_handler(echo),
         "Count": grpc.unary_stream_rpc_method_handler(count),
         "Write": grpc.unary_stream_rpc_method_handler(write),
+        "Poll": grpc.unary_unary_rpc_method_handler(
+            poll, response_serializer=lambda answer: b"" if isinstance(answer, Blocked) else answer
+        ),
         "Hang": grpc.unary_unary_rpc_method_handler(hang),
     }
     service.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ECHO, methods),))

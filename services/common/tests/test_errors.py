@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from typing import Any
@@ -57,6 +58,14 @@ async def test_an_rpc_of_a_later_version_says_why_it_is_missing(channel: Any) ->
     error = await _fail(channel, b"later")
     assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
     assert error.metadata["why"] == "no engine"
+
+
+async def test_a_handler_whose_own_work_was_cancelled_tells_its_caller_at_once(channel: Any) -> None:
+    """grpc.aio sends nothing for it: the caller waited for its own deadline."""
+    call = channel.unary_unary("/vime.test.Echo/Echo")(b"gives up", timeout=20)
+    with pytest.raises(RpcError, match=r"what it waited for in echo\.vime was cancelled") as caught, rpc_errors():
+        await asyncio.wait_for(call, 10)
+    assert caught.value.code is grpc.StatusCode.ABORTED
 
 
 async def test_a_fault_of_ours_goes_to_the_log_and_the_caller_gets_its_number(

@@ -69,6 +69,33 @@ async def test_a_cancelled_stream_says_so(channel: Any, spans: Any) -> None:
     client, server = _pair(spans, "vime.test.Echo/Count")
     cancelled = grpc.StatusCode.CANCELLED.value[0]
     assert server.attributes["rpc.grpc.status_code"] == client.attributes["rpc.grpc.status_code"] == cancelled
+    assert server.status.status_code is client.status.status_code is StatusCode.ERROR
+
+
+async def test_a_poll_without_a_result_leaves_no_span(channel: Any, spans: Any, echo: Any) -> None:
+    def answer(raw: bytes) -> Any:
+        return raw or echo.Blocked()
+
+    poll = channel.unary_unary("/vime.test.Echo/Poll", response_deserializer=answer)
+    for request in (b"", b"", b"a lease", b""):
+        await poll(request)
+    await _settle()
+    assert len(spans.get_finished_spans()) == 2  # the client's and the server's of the one that found something
+
+
+async def test_calls_refused_one_after_the_other_are_one_event(channel: Any, spans: Any) -> None:
+    echo = channel.unary_unary("/vime.test.Echo/Echo")
+    for _ in range(5):
+        with pytest.raises(RpcError), rpc_errors():
+            await echo(b"not ready")
+    await echo(b"a prompt")
+    await echo(b"another")
+    await _settle()
+    for kind in (SpanKind.CLIENT, SpanKind.SERVER):
+        found = [span for span in spans.get_finished_spans() if span.kind is kind]
+        codes = [span.attributes["rpc.grpc.status_code"] for span in found]
+        assert codes == [grpc.StatusCode.UNAVAILABLE.value[0], 0, 0]
+        assert [[dict(event.attributes) for event in span.events] for span in found] == [[], [{"calls": 5}], []]
 
 
 async def test_health_checks_make_no_spans(channel: Any, spans: Any) -> None:

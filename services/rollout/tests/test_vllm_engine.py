@@ -243,6 +243,7 @@ async def test_a_swapped_pair_of_experts_passes_every_digest_and_fails_the_canar
     await stack.publish(3, model_b.weights, canary_of(model_b))
 
 
+@pytest.mark.timeout(400)
 async def test_a_model_that_the_kernels_cannot_run_stops_the_start_with_vllms_own_cause(tmp_path: Path) -> None:
     """It loads, and dies at its first forward pass: it was ready, and the end said "see stack trace (above)"."""
     make_model(tmp_path / "odd", 0, head_dim=24)

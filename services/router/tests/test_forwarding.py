@@ -14,7 +14,8 @@ from vime_router_fake_engine import FakeEngine, Script, logprob_of, tokens_of, v
 from vime.common.v1.trajectory_pb2 import FinishReason, TokenIds
 from vime.rollout.v1 import generation_service_pb2 as pb
 from vime_client.errors import RpcError, rpc_errors
-from vime_service.errors import EngineFailed, Internal
+from vime_router.breaker import BreakerState
+from vime_service.errors import EngineFailed, FenceNotMet, Internal
 
 
 async def read(call: Any) -> tuple[list[int], list[float], pb.GeneratedSample | None]:
@@ -267,3 +268,33 @@ async def test_the_trace_of_the_client_goes_on_to_the_engine(harness: Any, ask: 
         client = by_id[router.parent.span_id]
         assert [s.kind for s in (hop, router, client)] == [SpanKind.CLIENT, SpanKind.SERVER, SpanKind.CLIENT]
         assert by_id[client.parent.span_id].name == "test"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("refused", ["by the client's fault", "by the fence"])
+async def test_an_answer_that_refuses_the_request_closes_a_half_open_breaker(
+    make_router: Any, ask: Any, stream: bool, refused: str
+) -> None:
+    script = Script(fail_at_token=0, faults_left=1)
+    harness = await make_router(breaker_failures=1, breaker_pause_s=0.05, queue_timeout_s=0.5)
+    await harness.join(FakeEngine("e0", served=version(1), script=script))
+    (seat,) = harness.router.fleet._seats.values()
+
+    async def call() -> None:
+        request = ask()
+        if stream:
+            await read(harness.client.GenerateStream(pb.GenerateStreamRequest(generate=request), timeout=5))
+        else:
+            await harness.client.Generate(request, timeout=5)
+
+    with pytest.raises(RpcError), rpc_errors():
+        await call()
+    assert seat.breaker.state is BreakerState.OPEN
+    if refused == "by the client's fault":
+        script.reject = True
+    else:
+        script.fail_at_token, script.faults_left = 0, None
+        script.fault = FenceNotMet("version 1 serves, 2 is wanted")
+    with pytest.raises(RpcError), rpc_errors():
+        await call()
+    assert seat.breaker.state is BreakerState.CLOSED

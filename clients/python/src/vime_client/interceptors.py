@@ -18,6 +18,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from vime_client.span_choice import SpanChoice
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _finishing: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
 
@@ -42,18 +44,20 @@ class CallPolicy:
 
 def client_interceptors(policy: CallPolicy) -> list[grpc.aio.ClientInterceptor]:
     """One interceptor per kind of call: grpc.aio registers an object for the first kind it implements only."""
-    return [_UnaryUnary(policy), _UnaryStream(policy), _StreamUnary(policy), _StreamStream(policy)]
+    kinds = (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)
+    choice = SpanChoice()
+    return [kind(policy, choice) for kind in kinds]
 
 
 class _Intercept:
-    def __init__(self, policy: CallPolicy) -> None:
+    def __init__(self, policy: CallPolicy, choice: SpanChoice) -> None:
         self._policy = policy
+        self._choice = choice
 
     def _prepare(
         self, details: grpc.aio.ClientCallDetails, *, streaming: bool
     ) -> tuple[grpc.aio.ClientCallDetails, Span | None]:
-        raw: Any = details.method  # typed str, but grpc.aio hands out bytes
-        method = raw.decode() if isinstance(raw, bytes) else str(raw)
+        method = _name_of(details)
         metadata = grpc.aio.Metadata(*(tuple(details.metadata) if details.metadata else ()))
         if self._policy.token is not None:
             metadata.add("authorization", f"Bearer {self._policy.token}")
@@ -77,7 +81,8 @@ class _Intercept:
                 span.end()
             raise
         if span is not None:
-            call.add_done_callback(lambda done: _finish(done, span))
+            method = _name_of(details)
+            call.add_done_callback(lambda done: _finish(done, span, self._choice, method, has_answer=not streaming))
         return call
 
 
@@ -102,6 +107,11 @@ class _StreamStream(_Intercept, grpc.aio.StreamStreamClientInterceptor):  # type
         return await self._call(continuation, client_call_details, request_iterator, streaming=True)
 
 
+def _name_of(details: grpc.aio.ClientCallDetails) -> str:
+    raw: Any = details.method  # typed str, but grpc.aio hands out bytes
+    return raw.decode() if isinstance(raw, bytes) else str(raw)
+
+
 def _start_span(method: str, metadata: grpc.aio.Metadata) -> Span:
     service, _, name = method.lstrip("/").partition("/")
     span = trace.get_tracer("vime_client").start_span(
@@ -116,7 +126,7 @@ def _start_span(method: str, metadata: grpc.aio.Metadata) -> Span:
     return span
 
 
-def _finish(call: Any, span: Span) -> None:
+def _finish(call: Any, span: Span, choice: SpanChoice, method: str, *, has_answer: bool) -> None:
     """End the span of a finished call. Its status is there already, but grpc.aio hands it out by coroutine only."""
 
     async def finish() -> None:
@@ -124,7 +134,9 @@ def _finish(call: Any, span: Span) -> None:
         span.set_attribute("rpc.grpc.status_code", code.value[0])
         if code is not grpc.StatusCode.OK:
             span.set_status(StatusCode.ERROR, code.name)
-        span.end()
+        # bounded by: the call is done
+        answer = await call if has_answer and code is grpc.StatusCode.OK else None
+        choice.end(span, method, code, answer)
 
     try:
         task = asyncio.get_running_loop().create_task(finish())

@@ -31,6 +31,8 @@ class TelemetryConfig(ConfigModel):
 
     traces_file: Path | None = None
     """File that gets one JSON object per span; several processes may share it."""
+    traces_file_bytes: int = Field(default=64 << 20, ge=4096)
+    """Size at which the file is put aside as `<name>.1`, in place of the one before: at most twice that is kept."""
     otlp_endpoint: str | None = None
     """OTLP/gRPC collector, such as `http://localhost:4317` (https for TLS)."""
     queue_spans: int = Field(default=4096, ge=64)
@@ -62,7 +64,7 @@ class Telemetry:
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._queues: list[BoundedQueue] = []
         if config.traces_file is not None:
-            self._add(FileSpanExporter(config.traces_file), str(config.traces_file))
+            self._add(FileSpanExporter(config.traces_file, config.traces_file_bytes), str(config.traces_file))
         if config.otlp_endpoint is not None:
             self._add(otlp_exporter(config), config.otlp_endpoint)
 

@@ -18,10 +18,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from vime_client.logs import get_logger
+from vime_client.span_choice import SpanChoice
 from vime_service.auth import Gate
 from vime_service.deadlines import Deadline, _server_bound
 from vime_service.error_mapping import abort_for, abort_with
-from vime_service.errors import DeadlineExceeded, Draining, InvalidArgument
+from vime_service.errors import Aborted, DeadlineExceeded, Draining, InvalidArgument
 from vime_service.telemetry import server_span
 
 _log = get_logger(__name__)
@@ -91,6 +92,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
         self._max_call_seconds = max_call_seconds
         self._untraced = untraced
         self._warned: set[str] = set()
+        self._choice = SpanChoice()
         self.in_flight = InFlight()
 
     async def intercept_service(
@@ -120,13 +122,14 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
 
     def _around(self, method: str, behaviour: Behaviour, parse: Parse | None) -> Behaviour:
         async def handle(request: Any, context: Any) -> Any:
-            span = server_span(method, context, skip=self._untraced(method))
+            span = server_span(method, context, self._choice, skip=self._untraced(method))
             task = asyncio.current_task()
             assert task is not None, "gRPC runs each handler in a task"
             self.in_flight.add(task, method)
             try:
-                with span:
-                    return await self._guarded(method, behaviour, parse, request, context)
+                with span as call:
+                    call.answer = await self._guarded(method, behaviour, parse, request, context)
+                    return call.answer
             finally:
                 self.in_flight.remove(task)
 
@@ -145,7 +148,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):
             if task is not None and self.in_flight.was_ended(task):
                 task.uncancel()
                 await abort_with(context, Draining(f"{self._domain} is shutting down"), self._domain)
-            raise
+            if task is not None and task.cancelling():  # by its caller, who listens no more
+                raise
+            _log.warning("a handler ended because what it waited for was cancelled", method=method, exc_info=True)
+            given_up = Aborted(f"{method} ended: what it waited for in {self._domain} was cancelled")
+            return await abort_with(context, given_up, self._domain)
         except Exception as error:  # noqa: BLE001  the boundary: whatever a handler raises becomes a status
             return await abort_for(context, error, domain=self._domain, method=method)
 

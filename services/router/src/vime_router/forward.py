@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from vime_client.errors import RpcError
 from vime_router.fences import FenceKind
 from vime_router.fleet import Fleet, Life, Seat, Wanted
 from vime_router.running import Ticket
@@ -231,6 +232,11 @@ class Forwarder:
                 raise
             except EngineRefused:
                 seat.refused = True
+                seat.breaker.answers()
+                raise
+            except RpcError as refusal:
+                if refusal.reason:  # the engine's own words: whatever it refuses, it is there
+                    seat.breaker.answers()
                 raise
             seat.breaker.succeeded()
 
