@@ -41,7 +41,7 @@ async def _refusal(channel: Any, method: str = ECHO) -> RpcError:
 async def test_a_token_opens_the_methods_it_was_granted_and_no_others(
     echo: Any, token_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "wrong").write_text("s3cret-of-nobody")
+    (tmp_path / "wrong").write_text("s3cret-of-nobody-here")
     grants = (Grant(name="worker", token_file=token_file, methods=("/vime.test.Echo/E*",)),)
     config = ServerConfig(grants=grants, grace_seconds=0.1)
     caplog.set_level(logging.DEBUG)
@@ -65,12 +65,34 @@ async def test_a_token_never_travels_in_plaintext_to_another_machine(token_file:
         secure_or_insecure_channel("10.0.0.7:4000", token_file=token_file)
 
 
-@pytest.mark.parametrize("content", [None, "", "  \n"])
-def test_a_token_that_cannot_be_read_stops_the_start(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "is unset or empty"),
+        ("  \n", "is unset or empty"),
+        ("s3cret-of-the\nworker-of-all", "more than one word"),
+        ("s3cret of the worker", "more than one word"),
+        ("s3cret-of-the-wörker", "more than one word"),
+        ("x", "at least 16 characters, not 1"),
+        ("s3cret-of-worke", "at least 16 characters, not 15"),
+    ],
+)
+def test_a_token_that_cannot_be_used_stops_the_start(tmp_path: Path, content: str | None, says: str) -> None:
     if content is not None:
         (tmp_path / "t").write_text(content)
-    with pytest.raises(StartupError, match=r'grant "worker": token file .* (cannot be read|is empty)'):
+    with pytest.raises(StartupError, match=f'grant "worker": .*{says}'):
         Gate([Grant(name="worker", token_file=tmp_path / "t")])
+
+
+async def test_rights_of_two_tokens_in_one_call_do_not_add_up(echo: Any, token_file: Path) -> None:
+    config = ServerConfig(grants=(Grant(name="worker", token_file=token_file),), grace_seconds=0.1)
+    async with serving("echo", "vime-service", config, echo.register) as service, open_channel(service.address) as both:
+        header = ("authorization", f"Bearer {TOKEN}")
+        assert await both.unary_unary(ECHO)(b"hello", metadata=[header], timeout=5) == b"hello"
+        with pytest.raises(RpcError, match="one authorization header, not 2") as caught, rpc_errors():
+            await both.unary_unary(ECHO)(b"x", metadata=[header, header], timeout=5)
+        assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_two_grants_may_not_share_a_token(token_file: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+"""One line of visible ASCII: what an HTTP/2 header carries unchanged."""
 
 
 class TokenError(ValueError):
@@ -14,19 +18,23 @@ def read_token(file: Path | None, env: str | None = None) -> str | None:
     """The token in `file`, else in the environment variable `env`; None if neither is named.
 
     Raises:
-        TokenError: the named source is missing or empty.
+        TokenError: the named source is missing or empty, or what it holds is no token.
     """
     if file is not None:
         try:
-            token = file.read_text(encoding="utf-8", errors="replace").strip()
+            text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise TokenError(f"token file {file} cannot be read: {error.strerror}") from None
-        if not token or not token.isascii():
-            raise TokenError(f"token file {file} is empty or not ASCII")
-        return token
+        return _checked(text, f"token file {file}")
     if env is not None:
-        token = os.environ.get(env, "").strip()
-        if not token or not token.isascii():
-            raise TokenError(f"environment variable {env}, which should hold a token, is unset, empty or not ASCII")
-        return token
+        return _checked(os.environ.get(env, ""), f"environment variable {env}, which should hold a token,")
     return None
+
+
+def _checked(text: str, where: str) -> str:
+    token = text.strip()
+    if not token:
+        raise TokenError(f"{where} is unset or empty")
+    if not _TOKEN.fullmatch(token):
+        raise TokenError(f"{where} holds more than one word of visible ASCII characters")
+    return token

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Health is for probes, which carry no token; it tells nothing but "up" and "ready".
 _OPEN_METHODS = ("/grpc.health.v1.Health/*",)
+SHORTEST_TOKEN = 16
+"""Characters; in hexadecimal that is 64 bits. A shorter one can be guessed over the wire."""
 
 
 class StartupError(Exception):
@@ -108,11 +110,12 @@ class Gate:
             raise PermissionDenied(f'"{name}" may not call {method}', method=method, caller=name)
 
     def _by_token(self, context: Any) -> list[Grant]:
+        headers = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+        if len(headers) > 1:
+            raise Unauthenticated(f"a call has one authorization header, not {len(headers)}: rights do not add up")
         found: list[Grant] = []
-        for key, value in context.invocation_metadata() or ():
-            if key != "authorization" or not isinstance(value, str):
-                continue
-            scheme, _, token = value.partition(" ")
+        for value in headers:
+            scheme, _, token = value.partition(" ") if isinstance(value, str) else ("", "", "")
             if scheme.lower() != "bearer":
                 continue
             # Every token is compared, and by digest: the time taken tells neither length nor position.
@@ -150,9 +153,12 @@ def server_credentials(tls: TlsServerConfig) -> grpc.ServerCredentials:
 
 def _token_of(grant: Grant) -> str | None:
     try:
-        return read_token(grant.token_file, grant.token_env)
+        token = read_token(grant.token_file, grant.token_env)
     except TokenError as error:
         raise StartupError(f'grant "{grant.name}": {error}') from None
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise StartupError(f'grant "{grant.name}": a token has at least {SHORTEST_TOKEN} characters, not {len(token)}')
+    return token
 
 
 def _read(path: Path, what: str) -> bytes:
