@@ -121,7 +121,7 @@ class Chaos:
 
     @property
     def over(self) -> bool:
-        return self.state().get("phase") in ("finished", "failed", "stopped")
+        return self.state().get("phase") in ("finished", "incomplete", "failed", "stopped")
 
     def records(self) -> list[dict[str, Any]]:
         """Step records in the order they were written; torn lines are left out."""

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import tomli_w
+from rich.console import Console
 from tests.in_process import KINDS, settings_of
 
 from vime.buffer.v1.table_service_pb2 import GetTableRequest
@@ -183,13 +184,14 @@ def test_environment_secrets_of_a_recipe_are_in_no_report(
     from vime_client.recipe import load_recipe
     from vime_client.report.build import build_report
 
-    async def no_preflight(*_: object) -> None: ...
+    async def no_preflight(*_: object) -> dict[str, str]:
+        return {"rollout-0": 'rollout = { vllm = { env = { WANDB_API_KEY = "[redacted]" } } }'}
 
     monkeypatch.setattr(driver, "preflight", no_preflight)
     run_dir = tmp_path / "runs" / "r"
     recipe = load_recipe(recipe_with_secrets)
     for mode in ("new", "resume"):  # files of an earlier start are written anew, not only opened
-        driver._prepare(recipe, recipe_with_secrets, tmp_path, run_dir, mode)
+        driver._prepare(recipe, recipe_with_secrets, tmp_path, run_dir, mode, Console())
         build_report(run_dir)
         for path in (run_dir / "services").iterdir():
             path.chmod(0o644) if mode == "new" else None

@@ -62,6 +62,9 @@ async def main():
         if end == "fails":
             from vime.trainer.v1 import trainer_service_pb2
             trainer.finish(trainer_service_pb2.TRAINER_STATE_FAILED, "loss is not a number 5 times in a row")
+        elif end == "incomplete":
+            from vime.trainer.v1 import trainer_service_pb2
+            trainer.finish(trainer_service_pb2.TRAINER_STATE_INCOMPLETE, "16 of 48 prompts were given up")
         elif end == "finishes":
             trainer.finish()
         await asyncio.sleep(300)

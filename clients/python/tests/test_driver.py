@@ -12,11 +12,13 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_client.cli import main
 from vime_client.config_loading import ConfigError, to_toml
 from vime_client.driver.display import Lines, Panel, sparkline
 from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read_run
@@ -28,7 +30,7 @@ from vime_client.launcher.client import is_running, start_supervisor
 from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan
 from vime_client.launcher.ports import choose_ports
 from vime_client.launcher.preflight import preflight
-from vime_client.launcher.state import RunState, ServiceState, read_state, write_state
+from vime_client.launcher.state import RunState, ServiceState, hold, read_state, write_state
 from vime_client.recipe import load_recipe
 from vime_client.redaction import STARS
 from vime_client.report.build import build_report
@@ -140,6 +142,18 @@ async def test_a_failed_run_ends_with_the_reason_and_the_log_of_who_failed(run_d
     assert "vime: training failed after step 2: loss is not a number 5 times in a row (log: " in err
 
 
+async def test_a_run_that_did_not_do_its_work_ends_with_the_reason_and_a_code_of_its_own(run_dir: Path) -> None:
+    fleet(run_dir, steps=2, end="incomplete")
+    await start_supervisor(run_dir)
+    code, out, err = await ended(await vime("run", str(run_dir), "--join"))
+    assert code == 3
+    assert "vime: the run is incomplete: 16 of 48 prompts were given up" in err
+    assert "r: incomplete" in out
+    assert json.loads((run_dir / "summary.json").read_text())["reason"] == "16 of 48 prompts were given up"
+    code, out, _ = await ended(await vime("status", str(run_dir)))
+    assert out.startswith("r: incomplete  16 of 48 prompts were given up")
+
+
 async def test_a_killed_launcher_is_started_again_by_the_driver(run_dir: Path) -> None:
     fleet(run_dir, steps=60)
     await start_supervisor(run_dir)
@@ -180,6 +194,52 @@ async def test_status_tells_phase_services_and_a_dead_launcher(run_dir: Path) ->
     assert "holds no run" in err
 
 
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
+    """The command in this process: its exit code and all that it says."""
+    monkeypatch.setattr(sys, "argv", ["vime", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    out, err = capsys.readouterr()
+    return caught.value.code, out + err
+
+
+def test_a_path_that_cannot_be_is_a_sentence(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bytes_name = os.fsdecode(b"b\xff")
+    (recipe.parent / bytes_name).mkdir()
+    (recipe.parent / bytes_name / "r.toml").write_bytes(recipe.read_bytes())
+    inside = f"run.dir={recipe.parent}"
+    cases = {
+        ("run", str(recipe), "--set", f"run.dir={recipe}"): "recipe.toml/r/services: Not a directory",
+        ("run", str(recipe), "--set", inside, "--name", "x" * 300): "File name too long",
+        ("run", str(recipe), "--set", inside, "--set", f"model.path={bytes_name}"): "is not UTF-8",
+        ("run", str(recipe.parent / bytes_name), "--resume"): "b\\udcff is neither a recipe nor a run folder",
+        ("status", str(recipe)): "Not a directory",
+        ("status", bytes_name): "b\\udcff holds no run",
+        ("report", bytes_name): "run folder b\\udcff does not exist",
+    }
+    for arguments, sentence in cases.items():
+        code, said = called(monkeypatch, capsys, *arguments)
+        assert code in (1, 2), arguments
+        assert sentence in said, arguments
+    monkeypatch.chdir(recipe.parent / bytes_name)
+    (recipe.parent / "model").rename(Path("model"))
+    for name in ("reward.py", "train.jsonl"):
+        (recipe.parent / name).rename(name)
+    code, said = called(monkeypatch, capsys, "run", "r.toml", "--dry-run")
+    assert (code, "which no settings file can hold" in said) == (2, True)
+
+
+def test_the_nearest_command_is_named_and_versions_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = called(monkeypatch, capsys, "--version")
+    assert (code, said.startswith("vime-protos ")) == (0, True)
+    assert "Did you mean 'status'?" in called(monkeypatch, capsys, "statu", "x")[1]
+    assert "--dry-run" in called(monkeypatch, capsys, "run", "--dryrun")[1]
+
+
 ODD = "[/data/x] is full [bold]"
 
 
@@ -213,9 +273,89 @@ def test_what_looks_like_markup_is_printed_letter_by_letter(tmp_path: Path) -> N
         assert part in text
 
 
+def train_to(run_dir: Path, step: int) -> None:
+    """What a run leaves that trained so far, with a checkpoint and its model."""
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run_dir / "checkpoints" / "latest").write_text(f"step_{step:06d}\n")
+    (run_dir / "hf" / f"step_{step:06d}").mkdir(parents=True, exist_ok=True)
+
+
+def quiet_drive(
+    monkeypatch: pytest.MonkeyPatch, place: Path, mode: Any, *overrides: str, from_step: int | None = None
+) -> tuple[int | None, str]:
+    """`vime run` up to where services would start: the exit code, None if they would; and all that it says."""
+
+    async def answers(plan: RunPlan, _: Path) -> dict[str, str]:
+        return {"trainer": 'trainer = { steps = 5, faults = { max_restarts = 5 } }\nserver = { host = "127.0.0.1" }\n'}
+
+    async def would_start(*_: object, **__: object) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr("vime_client.driver.run.preflight", answers)
+    monkeypatch.setattr("vime_client.driver.run._drive", would_start)
+    text = io.StringIO()
+    console = Console(file=text, width=1000)
+    try:
+        return drive(place, RunOptions(overrides, mode=mode, from_step=from_step), console, console), text.getvalue()
+    except NotImplementedError:
+        return None, text.getvalue()
+
+
+def test_a_run_whose_last_step_is_done_says_so_and_starts_nothing(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, place = tmp_path / "r", f'run.dir="{tmp_path}"'
+    assert quiet_drive(monkeypatch, recipe, "new", place) == (None, "")
+    train_to(folder, 5)
+    write_state(folder, RunState(pid=1, phase="finished"))
+    code, said = quiet_drive(monkeypatch, recipe, "resume", place)
+    assert code == 0
+    assert said.startswith("nothing is left to train: step 5 of 5 is done")
+    assert f"trained model: {folder}/hf/step_000005" in said
+    assert quiet_drive(monkeypatch, folder, "resume", from_step=5)[0] == 0
+    assert quiet_drive(monkeypatch, recipe, "resume", place, "run.steps=6")[0] is None
+    write_state(folder, RunState(pid=1, phase="incomplete", reason="16 of 48 prompts were given up"))
+    assert quiet_drive(monkeypatch, recipe, "resume", place)[0] == 3
+    write_state(folder, RunState(pid=1, phase="failed"))  # such as in the last evaluation, after the last checkpoint
+    assert quiet_drive(monkeypatch, recipe, "resume", place)[0] is None
+
+
+def test_a_run_that_trained_nothing_keeps_its_name_from_nobody(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f'run.dir="{tmp_path}"'
+    quiet_drive(monkeypatch, recipe, "new", place)
+    write_state(tmp_path / "r", RunState(pid=1, phase="failed", reason="no tokenizer"))
+    with hold(tmp_path / "r", "driver"):  # it is only being started
+        assert quiet_drive(monkeypatch, recipe, "new", place)[0] == 2
+    code, said = quiet_drive(monkeypatch, recipe, "new", place)
+    assert code is None
+    assert said == f"r trained nothing before; its folder is now {tmp_path}/r.1\n"
+    said = quiet_drive(monkeypatch, recipe, "resume", place)[1]
+    assert "has no checkpoint: the run starts anew, from the starting model" in said
+
+
+def test_a_resume_with_other_settings_keeps_the_record_of_those_before(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, folder = f'run.dir="{tmp_path}"', tmp_path / "r"
+    quiet_drive(monkeypatch, recipe, "new", place)
+    train_to(folder, 2)
+    assert quiet_drive(monkeypatch, recipe, "resume", place) == (None, "")
+    said = quiet_drive(monkeypatch, recipe, "resume", place, "trainer.engine.optimizer.lr=2e-4")[1]
+    change = "trainer.engine.optimizer.lr 1e-05 → 0.0002"
+    assert said == f"changed since the last start: {change} (before: config.1.toml)\n"
+    lrs = [load_recipe(folder / name).trainer["engine"]["optimizer"]["lr"] for name in ("config.toml", "config.1.toml")]
+    assert lrs == [2e-4, 1e-5]
+    record = (folder / "config.toml").read_text()
+    assert "# trainer: trainer.faults.max_restarts = 5\n" in record  # a default of the service, which nobody wrote
+    assert "# trainer: trainer.steps" not in record
+
+
 def test_a_run_is_never_begun_over_another(tmp_path: Path) -> None:
     path = tmp_path / "r"
     first = open_folder(path, "new", tmp_path)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(FolderRefused, match=r"--resume.*--fresh.*--name"):
         open_folder(path, "new", tmp_path)
     assert open_folder(path, "resume", tmp_path).run_id == first.run_id
@@ -304,7 +444,8 @@ def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_the_old_run
 
 
 def test_no_star_is_ever_a_value(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def accepted(*_: object) -> None: ...
+    async def accepted(*_: object) -> dict[str, str]:
+        return {}
 
     async def ended(*_: object, **__: object) -> int:
         return 0

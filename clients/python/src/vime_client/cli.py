@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -17,14 +18,40 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated.")]
+
+def _text(value: list[str] | str | None) -> list[str] | str | None:
+    """Refuse bytes that are not UTF-8: no settings file could hold them."""
+    for text in [value] if isinstance(value, str) else value or []:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise typer.BadParameter(f"{text} is not UTF-8, which every settings file is") from None
+    return value
+
+
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated.", callback=_text),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[bool, typer.Option("--version", help="Print the versions.", callback=_version, is_eager=True)] = False,
+) -> None: ...
 
 
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="Recipe (TOML), or a run folder with --resume or --join.")],
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nothing changes it
-    name: Annotated[str | None, typer.Option(help="Name of the run and its folder.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run and its folder.", callback=_text)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved recipe.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
     from_step: Annotated[
@@ -154,12 +181,27 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of `vime`."""
-    app()
+    """Entry point of `vime`. What the system refuses (a full disk, a path that is a file) is a sentence here."""
+    for stream in (sys.stdout, sys.stderr):  # names of files are bytes, which need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except BrokenPipeError:  # who reads us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        where = error.filename2 or error.filename
+        _fail(f"{os.fsdecode(where)}: {error.strerror}" if where else str(error))
 
 
 def _quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported; failed calls are told by us
+
+
+def _fail(line: str) -> None:
+    sys.stderr.write(f"vime: {line}\n")
+    sys.exit(1)
 
 
 def _end(*lines: str) -> None:

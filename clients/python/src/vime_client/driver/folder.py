@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from vime_client.launcher.client import is_running
 from vime_client.launcher.ports import all_free, choose_ports
-from vime_client.launcher.state import read_state
+from vime_client.launcher.state import is_held, read_state
 from vime_client.logs import get_logger
+from vime_client.report.history import read_history
 
 Mode = Literal["new", "fresh", "resume"]
 _log = get_logger(__name__)
@@ -77,7 +78,7 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
             run["counted"] = state.started
             _write(path / "services" / "run.json", run)
         return RunFolder(path, str(run["run_id"]), made=False)
-    if there and mode == "new":
+    if there and mode == "new" and (_trained(path) or is_held(path, "driver")):
         raise FolderRefused(
             f"{path} holds a run already; continue it with --resume, begin anew with --fresh "
             "(the old folder is kept beside it), or choose another name with --name"
@@ -98,6 +99,11 @@ def open_folder(path: Path, mode: Mode, base_dir: Path) -> RunFolder:
 def holds_run(path: Path) -> bool:
     """True if a run was begun in this folder."""
     return (path / "services" / "run.json").exists() or (path / "metrics.jsonl").exists()
+
+
+def _trained(path: Path) -> bool:
+    """True if the run has something to lose: a run that failed before its first step keeps its name from nobody."""
+    return (path / "checkpoints" / "latest").exists() or bool(read_history(path).steps)
 
 
 def read_run(path: Path) -> dict[str, Any]:

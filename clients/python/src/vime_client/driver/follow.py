@@ -10,13 +10,12 @@ from vime_client.driver.display import Display
 from vime_client.driver.progress import Progress
 from vime_client.errors import RpcError
 from vime_client.launcher.client import is_running, start_supervisor
-from vime_client.launcher.state import RunState, read_state
+from vime_client.launcher.state import ENDED, RunState, read_state
 from vime_client.trainer import TrainerClient
 
 _POLL_S = 0.2
 _WATCH_AGAIN_S = 0.5
 _LAUNCHER_RESTARTS = 3
-_ENDED = ("finished", "failed", "stopped")
 
 
 class LauncherDied(Exception):
@@ -49,9 +48,9 @@ async def _until_end(run_dir: Path, progress: Progress, display: Display, stop: 
             progress.state = state
             _tell_deaths(state, deaths, display)
             display.refresh()
-            if state.phase in _ENDED:
+            if state.phase in ENDED:
                 return state
-        if not is_running(run_dir) and (state is None or state.phase not in _ENDED):
+        if not is_running(run_dir) and (state is None or state.phase not in ENDED):
             launcher_deaths += 1
             if launcher_deaths > _LAUNCHER_RESTARTS:
                 raise LauncherDied(f"the launcher died {launcher_deaths} times; its log is {run_dir}/logs/launcher.log")

@@ -86,10 +86,10 @@ class Progress:
         return f"{what}: {value:.3f} (n = {n:.0f}{f', {lost:.0f} without a reward' if lost else ''})"
 
     def _take_status(self, status: pb.TrainerStatus) -> str:
-        """The activity changes many times a second: displays show it when they think fit."""
+        """The activity changes many times a second: displays show it when they think fit. A death is told once."""
         self.activity = status.activity
         self.num_steps = status.num_steps or self.num_steps
-        return ""
+        return status.detail if status.state == pb.TRAINER_STATE_RECOVERING else ""
 
     def waits_for(self) -> str:
         """What holds the run up now, in the words of the trainer, else of the launcher."""

@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from vime_client.config_loading import ConfigError, to_toml
+from vime_client.driver.checkpoints import last_step, rewind_to, trained_model
 from vime_client.driver.display import make_display
 from vime_client.driver.folder import FolderRefused, Mode, holds_run, open_folder, ports_of, read_run
 from vime_client.driver.follow import LauncherDied, follow
 from vime_client.driver.progress import Progress
-from vime_client.driver.rewind import rewind_to
+from vime_client.driver.record import defaults_of, with_secrets, write_record
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.plan import RunPlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import PortBusy, choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.process import last_lines
 from vime_client.launcher.state import RunState, hold, read_state
-from vime_client.private_file import write_private
 from vime_client.recipe import Recipe, load_recipe
-from vime_client.redaction import restored, starred_keys
+from vime_client.redaction import starred_keys
 from vime_client.report.build import build_report
 from vime_client.report.history import read_history
 from vime_client.report.terminal import show
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INCOMPLETE = 3
 _STOP_MARGIN_S = 10.0
 _LOG_LINES = 15
-_PRIVATE = Path("services") / "recipe.toml"
-"""The recipe of the last start with its secrets, for a resume from the folder."""
+_STRAY_BYTES = re.compile("[\ud800-\udfff]")
+"""What Python makes of bytes that are not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,11 @@ def run(recipe_path: Path, options: RunOptions, console: Console, errors: Consol
         if options.dry_run:
             asyncio.run(_dry_run(recipe, recipe_path, base_dir, console))
             return 0
+        if options.mode == "resume" and (end := _ended_before(recipe, run_dir, options.from_step)) is not None:
+            console.out(_nothing_left(recipe, run_dir), highlight=False)
+            return _exit_code(end, errors)
         if not options.join:
-            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode)
+            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode, console)
             if options.from_step is not None:
                 rewind_to(run_dir, options.from_step)
         elif not holds_run(run_dir):
@@ -91,24 +95,20 @@ def load_run(path: Path, options: RunOptions) -> tuple[Recipe, Path, Path]:
     if path.is_dir():
         if not (path / "config.toml").is_file():
             raise ConfigError([f"{path} is neither a recipe nor a run folder: it has no config.toml"])
-        recipe = _with_secrets(load_recipe(path / "config.toml", options.overrides), path)
+        recipe = with_secrets(load_recipe(path / "config.toml", options.overrides), path)
     else:
         recipe = load_recipe(path, options.overrides, options.name)
     if not options.join and (lacking := _lacking_secrets(recipe)):  # a copy of a config.toml lacks them, too
         say = "{} of this run is a secret, which config.toml does not keep: continue with vime run RECIPE --resume"
         raise ConfigError([say.format(key) for key in lacking])
     if path.is_dir():
-        return recipe, Path(read_run(path).get("base_dir", path)), path.resolve()
-    return recipe, path.parent.absolute(), recipe.run_dir
-
-
-def _with_secrets(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe with what its run's config.toml leaves out, from the file that only the run's owner reads."""
-    settings = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    kept = run_dir / _PRIVATE
-    if not kept.is_file() or not any(starred_keys(settings)):
-        return recipe
-    return Recipe.model_validate(restored(settings, tomllib.loads(kept.read_text(encoding="utf-8"))))
+        base_dir, run_dir = Path(read_run(path).get("base_dir", path)), path.resolve()
+    else:
+        base_dir, run_dir = path.parent.absolute(), recipe.run_dir
+    for what, place in (("recipe's folder", base_dir), ("run folder", run_dir)):
+        if _STRAY_BYTES.search(str(place)):
+            raise FolderRefused(f"the {what} {place} has a name that is not UTF-8, which no settings file can hold")
+    return recipe, base_dir, run_dir
 
 
 def _lacking_secrets(recipe: Recipe) -> list[str]:
@@ -117,15 +117,39 @@ def _lacking_secrets(recipe: Recipe) -> list[str]:
     return [key for key in starred_keys(recipe.model_dump(mode="json", by_alias=True)) if key not in given]
 
 
-def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode) -> None:
+def _ended_before(recipe: Recipe, run_dir: Path, from_step: int | None) -> RunState | None:
+    """How the run to resume ended, if its last step is done: then nothing is started for it."""
+    step = last_step(run_dir) if from_step is None else from_step
+    state = read_state(run_dir)
+    done = step is not None and step >= recipe.run.steps and state is not None and not is_running(run_dir)
+    return state if done and state is not None and state.phase in ("finished", "incomplete") else None
+
+
+def _nothing_left(recipe: Recipe, run_dir: Path) -> str:
+    more = "a larger run.steps would train on"
+    return f"nothing is left to train: step {recipe.run.steps} of {recipe.run.steps} is done; {more}{_model(run_dir)}"
+
+
+def _model(run_dir: Path) -> str:
+    folder = trained_model(run_dir)
+    return f"\ntrained model: {folder}" if folder else ""
+
+
+def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode, console: Console) -> None:
     """Write the run folder's configuration, and have every service check its own."""
     folder = open_folder(run_dir, mode, base_dir)
     try:
-        ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
-        plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
-        asyncio.run(preflight(plan, recipe_path))
-        (run_dir / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
-        write_private(run_dir / _PRIVATE, to_toml(recipe, secrets=True))
+        if folder.aside is not None and mode == "new":
+            console.out(f"{run_dir.name} trained nothing before; its folder is now {folder.aside}", highlight=False)
+        if mode == "resume" and last_step(run_dir) is None:
+            console.out(f"{run_dir} has no checkpoint: the run starts anew, from the starting model", highlight=False)
+        with hold(run_dir, "driver"):  # another start under this name must not take the folder for one that failed
+            ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
+            plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
+            answers = asyncio.run(preflight(plan, recipe_path))
+            changes = write_record(recipe, run_dir, defaults_of(plan, answers))
+        if changes:
+            console.out(changes, highlight=False)
     except BaseException:  # whatever it was, such as Ctrl-C: the corrected recipe must find no run in its way
         folder.undo()
         raise
@@ -135,8 +159,9 @@ async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: C
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / recipe.run.name
         ports = choose_ports(service_names(recipe), recipe.launcher.ports)
-        await preflight(write_plan(recipe, base_dir, run_dir, "dry-run", ports), recipe_path)
-    console.out(to_toml(recipe), highlight=False, end="")
+        plan = write_plan(recipe, base_dir, run_dir, "dry-run", ports)
+        defaults = defaults_of(plan, await preflight(plan, recipe_path))
+    console.out(to_toml(recipe) + defaults, highlight=False, end="")
 
 
 async def _drive(run_dir: Path, recipe: Recipe, console: Console, errors: Console, *, start: bool) -> int:
@@ -179,13 +204,13 @@ def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: C
     history, summary = build_report(run_dir)
     if history.steps:
         show(console, run_dir, history, summary)
+    if model := _model(run_dir):
+        console.out(model.strip(), highlight=False)
     if received:
         errors.out(f"stopped; continue with --resume ({run_dir})", highlight=False)
         return 128 + received[0]
-    if state is not None and state.phase == "finished":
-        if state.reason:
-            _say(errors, state.reason)
-        return 0
+    if state is not None and state.phase in ("finished", "incomplete"):
+        return _exit_code(state, errors)
     if state is not None and state.phase == "failed":
         log = run_dir / "logs" / f"{state.failed_service}.log"
         for line in last_lines(log, _LOG_LINES) if state.failed_service else []:
@@ -194,6 +219,16 @@ def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: C
     else:
         _say(errors, f"the run did not finish: {state.reason if state else 'nothing is known of its end'}")
     return EXIT_FAILED
+
+
+def _exit_code(state: RunState, errors: Console) -> int:
+    """Of a run that ended in good order, with what is to be said of it."""
+    if state.phase == "finished":
+        if state.reason:
+            _say(errors, state.reason)
+        return 0
+    _say(errors, f"the run is incomplete: {state.reason}")
+    return EXIT_INCOMPLETE
 
 
 def _say(errors: Console, *lines: str) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime_client.launcher.client import is_running
-from vime_client.launcher.state import read_state
+from vime_client.launcher.state import ENDED, read_state
 from vime_client.report.history import read_history
 from vime_client.report.page import law_lines, number, verdict
 from vime_client.report.summary import summarize
@@ -28,7 +28,7 @@ def print_status(run_dir: Path, console: Console) -> None:
     state = read_state(run_dir)
     if state is None:
         raise NothingKnown(f"{run_dir} holds no run")
-    ended = state.phase in ("finished", "failed", "stopped")
+    ended = state.phase in ENDED
     phase = state.phase if ended or is_running(run_dir) else f"{state.phase}, but its launcher is dead (--resume)"
     console.print(Text.assemble((run_dir.name, "bold"), f": {phase}  {state.reason or state.activity}"))
     table = Table("service", "state", "pid", "deaths", "last end", box=None)

@@ -26,7 +26,7 @@ class LoopEnd:
     """How training ended."""
 
     phase: Phase
-    """`finished` if nothing is left to train, `failed`, or `stopped` by somebody."""
+    """`finished` if nothing is left to train, `incomplete` if its work is not done, `failed`, or `stopped`."""
     reason: str = ""
     """Why it did not reach its last step."""
 
@@ -62,6 +62,8 @@ async def watch_loop(plan: RunPlan, say: Callable[[str], None], clock: Clock) ->
                 say(status.activity)
                 if status.state == pb.TRAINER_STATE_FINISHED:
                     return _end(status)
+                if status.state == pb.TRAINER_STATE_INCOMPLETE:
+                    return LoopEnd("incomplete", status.detail)
                 if status.state == pb.TRAINER_STATE_FAILED:
                     return LoopEnd("failed", f"training failed after step {status.train_step}: {status.detail}")
             await clock.sleep(_POLL_S)

@@ -14,38 +14,40 @@ from vime_client.launcher.process import REAP_S
 _SECONDS = 120.0
 
 
-async def preflight(plan: RunPlan, recipe: Path) -> None:
-    """Run each service with `--dry-run`, all at once.
+async def preflight(plan: RunPlan, recipe: Path) -> dict[str, str]:
+    """Run each service with `--dry-run`, all at once; the settings that each would use, as TOML, by service.
 
     Raises:
         ConfigError: what the services say, in the words of the recipe.
     """
     answers = await asyncio.gather(*(_dry_run(service, plan, recipe) for service in plan.services))
-    problems = [problem for answer in answers for problem in answer]
+    problems = [problem for _, said in answers for problem in said]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    return {service.name: settings for service, (settings, _) in zip(plan.services, answers, strict=True)}
 
 
-async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> list[str]:
+async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> tuple[str, list[str]]:
+    """The settings it would use, and what is wrong with them."""
     argv = service.argv[: service.argv.index("--set")] if "--set" in service.argv else service.argv
     process = await asyncio.create_subprocess_exec(
         *argv,
         "--dry-run",
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**plan.env, **os.environ},
     )
     try:
         async with asyncio.timeout(_SECONDS):
-            _, err = await process.communicate()
+            out, err = await process.communicate()
     except TimeoutError:
         process.kill()
         await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=REAP_S)
-        return [f'service "{service.name}" did not check its settings within {_SECONDS:.0f} s']
+        return "", [f'service "{service.name}" did not check its settings within {_SECONDS:.0f} s']
     if process.returncode == 0:
-        return []
-    return _sentences(service, err.decode(errors="replace"), recipe)
+        return out.decode(errors="replace"), []
+    return "", _sentences(service, err.decode(errors="replace"), recipe)
 
 
 def _sentences(service: ServicePlan, err: str, recipe: Path) -> list[str]:

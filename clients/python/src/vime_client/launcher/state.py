@@ -14,7 +14,9 @@ from pydantic import Field, ValidationError
 
 from vime_client.config_loading import ConfigModel
 
-Phase = Literal["starting", "running", "finished", "failed", "stopped"]
+Phase = Literal["starting", "running", "finished", "incomplete", "failed", "stopped"]
+ENDED: frozenset[Phase] = frozenset({"finished", "incomplete", "failed", "stopped"})
+"""Phases of a run that is over."""
 
 
 class ServiceState(ConfigModel):
@@ -38,9 +40,10 @@ class RunState(ConfigModel):
     pid: int
     """The supervisor."""
     phase: Phase
-    """`starting` until all are ready; `finished` and `failed` end a run, `stopped` interrupts it."""
+    """`starting` until all are ready; `finished`, `incomplete` (in good order, but its work is not done) and `failed`
+    end a run, `stopped` interrupts it."""
     reason: str = ""
-    """Why it failed, in one sentence."""
+    """Why it failed or is incomplete, in one sentence."""
     failed_service: str = ""
     """The service that ended it, if one did."""
     activity: str = ""

@@ -19,7 +19,7 @@ from vime_client.launcher.loop_watch import LoopEnd, watch_loop
 from vime_client.launcher.plan import RunPlan
 from vime_client.launcher.probes import Probe
 from vime_client.launcher.process import adopt_orphans, kill_orphans
-from vime_client.launcher.state import Phase, RunState, ServiceState, is_held, write_state
+from vime_client.launcher.state import ENDED, Phase, RunState, ServiceState, is_held, write_state
 from vime_client.logs import get_logger
 
 _TICK_S = 0.25
@@ -161,10 +161,10 @@ class Supervisor:
             self._phase(self._state.phase, activity=activity)
 
     def _phase(self, phase: Phase, **changes: str) -> None:
-        ended = time.time() if phase in ("finished", "failed", "stopped") else 0.0
+        ended = time.time() if phase in ENDED else 0.0
         self._state = self._state.model_copy(update={"phase": phase, "ended": ended, **changes})
         if ended:
-            say = _log.error if phase == "failed" else _log.info
+            say = _log.error if phase in ("failed", "incomplete") else _log.info
             say(f"run {phase}", reason=self._state.reason)
         self._write()
 

@@ -12,6 +12,7 @@ from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1 import trainer_service_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_ENDED = (pb.TRAINER_STATE_FINISHED, pb.TRAINER_STATE_INCOMPLETE, pb.TRAINER_STATE_FAILED)
 
 
 class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
@@ -74,7 +75,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
             for event in self._events[seen:]:
                 seen = event.sequence
                 yield event
-            if self.status.state in (pb.TRAINER_STATE_FINISHED, pb.TRAINER_STATE_FAILED):
+            if self.status.state in _ENDED:
                 return
             # bounded by: the caller's deadline, which cancels this handler
             await self._changed.wait()

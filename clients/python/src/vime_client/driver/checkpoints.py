@@ -1,8 +1,4 @@
-"""Resume from an older kept checkpoint: the pointer is moved back before anything starts.
-
-Later checkpoints are of a lineage that is given up; the trainer's next save removes them. The buffer then replays its
-recorded batches from there, or says which steps it can go back to.
-"""
+"""The checkpoints of a run folder as the driver sees them: how far training came, and going back to an older one."""
 
 from __future__ import annotations
 
@@ -26,8 +22,27 @@ def kept_checkpoints(run_dir: Path) -> dict[int, str]:
     return found
 
 
+def last_step(run_dir: Path) -> int | None:
+    """Step of the checkpoint that the run resumes from; None if there is none."""
+    try:
+        name = (run_dir / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def trained_model(run_dir: Path) -> Path | None:
+    """The newest Hugging Face folder that training wrote; None if there is none."""
+    whole = [folder for folder in run_dir.glob("hf/step_*") if folder.name.removeprefix("step_").isdigit()]
+    return max(whole, default=None)
+
+
 def rewind_to(run_dir: Path, step: int) -> None:
-    """Point the run at its checkpoint of `step`, in one atomic rename.
+    """Point the run at its checkpoint of `step`, in one atomic rename, before anything starts.
+
+    Later checkpoints are of a lineage that is given up; the trainer's next save removes them. The buffer then replays
+    its recorded batches from there, or says which steps it can go back to.
 
     Raises:
         FolderRefused: that checkpoint is not kept; the message names those that are.

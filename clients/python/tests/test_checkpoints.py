@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from vime_client.driver.checkpoints import kept_checkpoints, last_step, rewind_to, trained_model
 from vime_client.driver.folder import FolderRefused
-from vime_client.driver.rewind import kept_checkpoints, rewind_to
 
 
 @pytest.fixture
@@ -39,6 +39,15 @@ def test_a_step_that_is_not_kept_is_refused_with_those_that_are(run_dir, step):
     with pytest.raises(FolderRefused, match=f"step {step}; it keeps: 4, 8"):
         rewind_to(run_dir, step)
     assert (run_dir / "checkpoints" / "latest").read_text() == "step_000008\n"
+
+
+def test_how_far_training_came_and_where_its_model_is(run_dir, tmp_path_factory):
+    for name in ("step_000004", "step_000008", "step_000012.tmp"):
+        (run_dir / "hf" / name).mkdir(parents=True)
+    assert last_step(run_dir) == 8
+    assert trained_model(run_dir) == run_dir / "hf" / "step_000008"
+    empty = tmp_path_factory.mktemp("empty")
+    assert (last_step(empty), trained_model(empty)) == (None, None)
 
 
 def test_a_run_without_checkpoints_says_so(tmp_path):
