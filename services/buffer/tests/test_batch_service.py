@@ -55,6 +55,8 @@ async def test_lease_batch_answers_before_its_deadline_with_reason_and_counts(tm
         await call.lease(1)
         busy = await call.batch(1, timeout=2.0)
         assert (busy.blocked_by, busy.counts["open"]) == (prompt_pb.BLOCK_REASON_GENERATING, 1)
+        (held,) = busy.awaited
+        assert (held.group_id, held.worker_id, held.HasField("leased_for")) == ("train/train:0:0", "w", True)
 
 
 async def test_k19_a_long_sample_with_routes_passes_and_get_groups_stays_below_its_message_size(tmp_path):
@@ -140,6 +142,13 @@ async def test_an_eval_round_over_the_wire(tmp_path):
         assert result.version == call.version(0)
         (lease,) = (await call.lease()).leases
         assert lease.table == "train"
+        for step, count in ((0, 3), (1, 0)):
+            asked = table_pb.ListGroupsRequest(table="eval/heldout", eval_step=step)
+            listed = (await call.tables.ListGroups(asked, timeout=5)).groups
+            assert len(listed) == count
+            if count:
+                (message,) = await call.groups([row.group_id for row in listed])
+                assert [group.samples[0].reward for group in message.groups] == [1.0] * 3
 
 
 async def test_unusable_groups_leave_their_batch_and_people_can_see_them(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from vime_buffer import leases, views
 from vime_buffer.testing import RUN_ID
-from vime_buffer.values import Blocked, Failure, Outcome, Version
+from vime_buffer.values import Awaited, Blocked, Failure, Outcome, Version
 from vime_service.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, StaleIncarnation, WrongStep
 
 
@@ -184,6 +184,78 @@ def test_a_reward_that_always_fails_ends_in_an_error_that_quotes_it(make_desk):
         desk.batch(1)
     desk.begin()  # another incarnation may try again
     assert desk.batch(1).blocked is Blocked.GENERATING
+
+
+def fail(desk, lease, failure=Failure.INVALID, detail="prompt of 9 tokens, max_model_len 8"):
+    return desk.call(lambda ledger: leases.fail_prompt(ledger, lease.lease_id, failure, detail))
+
+
+@pytest.mark.parametrize("reason", ["GENERATION", "TIMEOUT", "USER_CODE", "UNSPECIFIED", "INVALID", "EXPIRED"])
+def test_whatever_always_fails_ends_in_an_error_that_quotes_it_also_at_the_end_of_the_data(make_desk, reason):
+    desk = make_desk(4, source={"epochs": 1}, max_attempts=2)
+    desk.begin()
+    for _ in range(10):
+        for lease in desk.lease().leases:
+            if reason == "EXPIRED":
+                desk.wait(60)
+            else:
+                fail(desk, lease, Failure[reason], OOPS)
+    assert dict(desk.counts().given_up) == {reason: 4}
+    with pytest.raises(FailedPrecondition, match=rf"4 prompts in a row were given up .*the last: \S+, {reason}: "):
+        desk.batch(1)
+
+
+def test_workers_stop_at_the_bound_and_a_group_that_was_begun_before_is_waited_for(make_desk):
+    desk = make_desk(100, max_failures_in_a_row=3)
+    desk.begin()
+    slow, quick = desk.lease().leases
+    fail(desk, quick)
+    for _ in range(2):
+        desk.wait(1)
+        fail(desk, desk.lease().leases[0])
+    assert desk.lease().counts["failed_in_a_row"] == 3
+    assert desk.batch(1).blocked is Blocked.GENERATING
+    desk.insert(slow)
+    (lease,) = desk.lease().leases
+    desk.insert(lease)
+    assert len(desk.batch(1).groups) == 2
+
+
+def test_what_can_never_be_generated_is_given_up_at_once(make_desk):
+    desk = make_desk(max_attempts=3)
+    desk.begin()
+    lease, _ = desk.lease().leases
+    assert fail(desk, lease)
+    assert fail(desk, lease)  # a retry
+    assert dict(desk.counts().given_up) == {"INVALID": 1}
+    assert lease.group_id not in {other.group_id for other in desk.lease().leases}
+    desk.begin()
+    assert lease.group_id not in {other.group_id for other in desk.lease().leases}
+
+
+def test_a_batch_that_does_not_come_says_whom_it_waits_for(make_desk):
+    desk = make_desk(groups_per_step=3, max_staleness=1)
+    desk.begin()
+    first, second, third, *_ = desk.lease(4).leases
+    desk.wait(5)
+    desk.insert(second)
+    fail(desk, third, Failure.GENERATION)
+    answer = desk.batch(1)
+    assert answer.awaited == (
+        Awaited(first.group_id, "train:0:0", 0, "worker", 5.0),
+        Awaited(third.group_id, "train:0:2", 1),
+    )
+    for lease in (first, *desk.lease().leases):
+        desk.insert(lease)
+    desk.quarantine(1, second.group_id)
+    assert desk.batch(1).awaited == (Awaited(second.group_id, "train:0:1", 1),)
+
+
+def test_of_many_awaited_prompts_the_sixteen_that_wait_longest_are_named(make_desk):
+    desk = make_desk(40, groups_per_step=20, selector="ready_first")
+    desk.begin()
+    late = [desk.wait(1) or desk.lease(1).leases[0].group_id for _ in range(20)]
+    assert [prompt.group_id for prompt in desk.batch(1).awaited] == late[:16]
 
 
 def test_k31_the_batch_after_a_refill_has_exactly_the_configured_size(make_desk):

@@ -10,7 +10,7 @@ from vime_buffer import evals, leases
 from vime_buffer.evals import pass_at_k
 from vime_buffer.testing import RUN_ID
 from vime_buffer.values import Blocked, Failure, Outcome, Version
-from vime_service.errors import InvalidArgument, LeaseLost, NotFound
+from vime_service.errors import InvalidArgument, LeaseLost, NotFound, ResourceExhausted
 
 EVAL = "eval/heldout"
 
@@ -203,14 +203,29 @@ def test_pass_at_k_is_the_unbiased_estimator():
     assert pass_at_k([]) == {}
 
 
-def test_eval_groups_are_consumed_when_the_round_is_done_and_retired_by_a_checkpoint(desk):
+def test_eval_groups_are_consumed_when_the_round_is_done_and_retired_once_the_next_one_opens(desk):
     desk.begin()
     finish_round(desk)
     assert (desk.counts(EVAL).consumed, desk.counts(EVAL).stored) == (3, 0)
     train(desk, 1)
     desk.checkpoint(1)
+    assert (desk.counts(EVAL).consumed, desk.counts().retired) == (3, 2)  # people may still want to read the answers
+    train(desk, 2)
+    desk.checkpoint(2)
     assert desk.counts(EVAL).retired == 3
     assert result(desk, 0).mean_reward == 0.5  # the result outlives the payloads
+
+
+def test_a_round_whose_payloads_are_kept_is_nothing_that_a_checkpoint_could_free(make_desk):
+    desk = make_desk(40, eval_prompts=3, options={"max_bytes": 1000, "segment_bytes": 4096}, retained_bytes=100)
+    desk.begin()
+    for lease in take(desk, EVAL):
+        desk.insert(lease, payload=b"x" * 250)
+    leases = take(desk, "train")
+    for lease in leases:
+        with pytest.raises(ResourceExhausted):
+            desk.insert(lease, payload=b"y" * 250)
+    assert desk.batch(1).blocked is Blocked.GENERATING
 
 
 def test_filters_never_drop_eval_groups(desk):

@@ -236,6 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def trim(self):
         """Of the batches that are leased, the last ones that have nothing left are leased no more."""
         while self.leased > self.completed and not set(self.batches[self.leased]) - set(self.left):
+            del self.batches[self.leased]
             self.leased -= 1
 
     @precondition(lambda self: self.leased > self.completed)
@@ -378,7 +379,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """In admission order everything before the last trained prompt is trained, or left for a stated reason."""
         if not hasattr(self, "desk") or self.selector != "admission_order":
             return
-        trained = [group_id for step in sorted(self.batches) for group_id in self.batches[step]]
+        trained = [g for step in sorted(self.batches) for g in self.batches[step] if g not in self.left]
         admitted = self.admitted()
         assert trained == [group_id for group_id in admitted if group_id in set(trained)]
         if trained:

@@ -14,6 +14,7 @@ from vime_buffer.limiter import Limits, Occupancy, free_slots, may_refill, stale
         (0, Occupancy(3, 2, 1), 2),
         (0, Occupancy(0, 0, 8), 0),  # a leased batch holds its slots until CompleteStep: that is on-policy training
         (1, Occupancy(0, 0, 8), 8),
+        (1, Occupancy(0, 0, 8, places=3), 5),  # what training comes to first keeps its slots
         (1, Occupancy(8, 4, 8), 0),
         (3, Occupancy(1, 1, 8), 22),
     ],

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from vime_buffer.ledger import Ledger, RunState, Table
 from vime_buffer.limiter import Limits, Occupancy, free_slots, may_refill, near_enough
 from vime_buffer.values import Blocked, State, prompt_id
+from vime_buffer.views import waiting_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,12 @@ def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Adm
     if row["drops_in_a_row"] >= table.settings.max_drops_in_a_row:
         # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
         return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
+    failed = ledger.failed_in_a_row[table.id]
+    if failed >= table.settings.max_failures_in_a_row:  # likewise
+        return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "failed_in_a_row": failed})
     refills = _refills(ledger, run, table, wanted)
     due = min(_due(ledger, run, table), wanted - len(refills))
-    slots = max(0, min(counts["free_slots"], wanted) - len(refills) - due)  # they take theirs first
+    slots = max(0, min(counts["free_slots"], wanted - len(refills)) - due)  # they take theirs first
     waiting = _ids(
         ledger,
         "SELECT id FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NULL ORDER BY admission LIMIT ?",
@@ -193,7 +197,12 @@ def occupancy_counts(ledger: Ledger, run: RunState, table: Table) -> dict[str, i
         "SELECT state, count(*) AS n FROM groups WHERE table_id = ? AND state IN (0, 1, 2, 3) GROUP BY state", table.id
     )
     by_state = {row["state"]: int(row["n"]) for row in rows}
-    occupancy = Occupancy(by_state.get(State.OPEN, 0), by_state.get(State.STORED, 0), by_state.get(State.LEASED, 0))
+    occupancy = Occupancy(
+        by_state.get(State.OPEN, 0),
+        by_state.get(State.STORED, 0),
+        by_state.get(State.LEASED, 0),
+        waiting_places(ledger.db, table.id),
+    )
     settings = table.settings
     unpublished = ledger.unpublished_steps(run)
     return {

@@ -8,16 +8,28 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vime_buffer.admission import exhausted, may_admit, occupancy_counts
-from vime_buffer.evals import holding, open_due_rounds, opened_at, will_hold
+from vime_buffer.evals import LATEST_ROUND, holding, open_due_rounds, opened_at, will_hold
 from vime_buffer.ledger import Ledger, RunState, Table
 from vime_buffer.limiter import staleness
 from vime_buffer.quarantine import check_unusable, drop_empty_batches
 from vime_buffer.selectors import Candidate
-from vime_buffer.values import EVICT_STALE, BatchAnswer, BatchGroup, Blocked, Completed, Outcome, State, Version
+from vime_buffer.values import (
+    EVICT_STALE,
+    Awaited,
+    BatchAnswer,
+    BatchGroup,
+    Blocked,
+    Completed,
+    Outcome,
+    State,
+    Version,
+    prompt_id,
+)
 from vime_service.errors import FailedPrecondition, InvalidArgument, WrongStep
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
+_MOST_AWAITED = 16
 _WANTED_FROM = 0.8
 """Share of the room for consumed groups from which CompleteStep asks for a checkpoint: one more batch should fit."""
 
@@ -95,7 +107,7 @@ def _leased(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
     if not rows:  # batches of other tables follow, or it would not be leased any more
         return _select(ledger, run, table, step, workers_ask)
     if any(row["state"] not in (State.STORED, State.LEASED) for row in rows):
-        return _blocked(ledger, run, table, workers_ask)
+        return _blocked(ledger, run, table, step, workers_ask)
     ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
     return BatchAnswer(_groups_of(ledger, step), replayed=True)
 
@@ -119,7 +131,7 @@ def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_as
     for row in old:
         ledger.evict(row, EVICT_STALE, keep_place=True)
     if old or any(row["state"] != State.STORED for row in rows):
-        return _blocked(ledger, run, table, workers_ask)
+        return _blocked(ledger, run, table, step, workers_ask)
     if not rows:
         return None
     ledger.db.run("UPDATE batches SET state = 'leased' WHERE step = ?", step)
@@ -172,7 +184,7 @@ def _select(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
             break
     if not choice.take:
         _check_drops(ledger, table)
-        return _blocked(ledger, run, table, workers_ask)
+        return _blocked(ledger, run, table, step, workers_ask)
     ledger.db.run("INSERT OR REPLACE INTO batches (step, table_id, state) VALUES (?, ?, 'leased')", step, table.id)
     ledger.db.many(
         "UPDATE groups SET state = ?, train_step = ?, place = ? WHERE id = ?",
@@ -224,10 +236,20 @@ def _check_drops(ledger: Ledger, table: Table) -> None:
         )
 
 
+def _open_since(ledger: Ledger, table: Table, moment: float) -> bool:
+    """True if a lease of the table is open that was granted by then."""
+    rows = ledger.db.all("SELECT lease_id FROM groups WHERE table_id = ? AND state = ?", table.id, State.OPEN)
+    now = ledger.clock.now()
+    return any(now - ledger.lease_times.age(row["lease_id"], now) <= moment for row in rows)
+
+
 def _check_failures(ledger: Ledger, table: Table) -> None:
-    """What fails for every prompt would go through all of them, and end as the end of the data."""
+    """What fails for every prompt would go through all of them, and end as the end of the data.
+
+    Some failures are quick and a group takes long: one that was begun before the row of them may still be made.
+    """
     number, limit = ledger.failed_in_a_row[table.id], table.settings.max_failures_in_a_row
-    if number >= limit:
+    if number >= limit and not _open_since(ledger, table, ledger.failing_since[table.id]):
         raise FailedPrecondition(
             f'table "{table.name}": {number} prompts in a row were given up (limit max_failures_in_a_row {limit}), '
             f"so no batch can fill; the last: {ledger.last_failure.get(table.id, 'unknown')}",
@@ -236,7 +258,7 @@ def _check_failures(ledger: Ledger, table: Table) -> None:
         )
 
 
-def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> BatchAnswer:
+def _blocked(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer:
     _check_failures(ledger, table)
     check_unusable(ledger, table)
     counts = occupancy_counts(ledger, run, table)
@@ -254,7 +276,33 @@ def _blocked(ledger: Ledger, run: RunState, table: Table, workers_ask: bool) -> 
         reason = Blocked.ADMISSION
     else:
         reason = Blocked.GENERATING if workers_ask else Blocked.NO_WORKER
-    return BatchAnswer(blocked=reason, counts=counts)
+    return BatchAnswer(blocked=reason, counts=counts, awaited=_awaited(ledger, table, step))
+
+
+def _awaited(ledger: Ledger, table: Table, step: int) -> tuple[Awaited, ...]:
+    """The prompts that the batch of `step` waits for: leased ones, the oldest lease first, then queued ones."""
+    rows = [row for row in _rows_of(ledger, step) if row["state"] in (State.QUEUED, State.OPEN)]
+    if not rows:  # the batch is not chosen yet
+        candidates = ledger.db.all(
+            "SELECT * FROM groups WHERE table_id = ? AND state IN (0, 1, 2) AND train_step IS NULL "
+            "ORDER BY admission LIMIT ?",
+            table.id,
+            -1 if table.selector.whole_table else table.settings.groups_per_step,
+        )
+        rows = [row for row in candidates if row["state"] != State.STORED]
+    now = ledger.clock.now()
+    found = [
+        Awaited(
+            row["group_id"],
+            prompt_id(table.settings.source.name, row["epoch"], row["source_index"]),
+            row["attempt"],
+            row["worker_id"] or "",
+            ledger.lease_times.age(row["lease_id"], now) if row["lease_id"] else None,
+        )
+        for row in rows
+    ]
+    found.sort(key=lambda prompt: -1.0 if prompt.leased_for is None else prompt.leased_for, reverse=True)
+    return tuple(found[:_MOST_AWAITED])
 
 
 def _no_group_fits(ledger: Ledger, table: Table) -> bool:
@@ -427,7 +475,10 @@ def _check_published(
 
 def _consumed_bytes(ledger: Ledger, table: Table | None = None) -> int:
     """Bytes that a checkpoint may free, of one table or of all."""
-    sql = "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = coalesce(?, table_id) AND state = ?"
+    sql = (
+        "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = coalesce(?, table_id) AND state = ? "
+        f"AND NOT {LATEST_ROUND}"
+    )
     return int(ledger.db.value(sql, None if table is None else table.id, State.CONSUMED))
 
 
@@ -463,7 +514,7 @@ def checkpoint_committed(ledger: Ledger, incarnation: int, step: int, oldest_kep
             expected=step,
             actual=oldest_kept_step,
         )
-    where = "state = ? AND ((train_step IS NOT NULL AND train_step <= ?) OR (eval_step IS NOT NULL AND eval_step <= ?))"
+    where = f"state = ? AND (train_step <= ? OR (eval_step <= ? AND NOT {LATEST_ROUND}))"
     values: tuple[Any, ...] = (State.CONSUMED, oldest_kept_step, oldest_kept_step)
     found = ledger.db.one(f"SELECT count(*) AS n, coalesce(sum(bytes), 0) AS b FROM groups WHERE {where}", *values)
     assert found is not None, "an aggregate has one row"

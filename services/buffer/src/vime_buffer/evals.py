@@ -111,6 +111,12 @@ def will_hold(ledger: Ledger, steps: Iterable[int]) -> bool:
     return any(is_due(settings.eval_interval, step, final=False) for settings in held for step in steps)
 
 
+LATEST_ROUND = (
+    "(eval_step IS NOT NULL AND eval_step = (SELECT max(step) FROM rounds WHERE rounds.table_id = groups.table_id))"
+)
+"""Of rows of `groups`: those of the newest round of their table. Its payloads can be read until the next one opens."""
+
+
 def rewind_rounds(ledger: Ledger, resume_step: int) -> int:
     """Rounds after a rewind to `resume_step`; the number of prompts queued again.
 

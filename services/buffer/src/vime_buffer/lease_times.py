@@ -36,6 +36,10 @@ class LeaseTimes:
         self._next_end = min(self._next_end, times.ends)
         return times.ends - now
 
+    def age(self, lease_id: str, now: float) -> float:
+        """Seconds since it was granted, those left out in which nobody could be heard."""
+        return now - self._leases[lease_id].granted
+
     def outlived(self, lease_id: str) -> bool:
         """True if a lease that is due was kept alive to the end of its longest time."""
         return self._leases[lease_id].outlived

@@ -251,7 +251,7 @@ def _store(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
         facts.response_tokens, row["worker_id"], json.dumps(facts.engines), row["id"],
     )  # fmt: skip
     ledger.bump(table.id, "inserted")
-    ledger.failed_in_a_row[table.id] = 0
+    _not_failing(ledger, table.id)
     if ledger.db.run("UPDATE tables SET drops_in_a_row = 0 WHERE id = ? AND drops_in_a_row > 0", table.id):
         ledger.workers_may_go_on = True  # too many drops may have held them
     if row["eval_step"] is not None:
@@ -274,8 +274,13 @@ def _drop(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     ledger.bump(row["table_id"], "inserted")
     ledger.bump(row["table_id"], "dropped", reason)
     ledger.db.run("UPDATE tables SET drops_in_a_row = drops_in_a_row + 1 WHERE id = ?", row["table_id"])
-    ledger.failed_in_a_row[row["table_id"]] = 0
+    _not_failing(ledger, row["table_id"])
     ledger.workers_may_go_on = True
+
+
+def _not_failing(ledger: Ledger, table_id: int) -> None:
+    if ledger.failed_in_a_row.pop(table_id, 0):
+        ledger.workers_may_go_on = True  # too many failures may have held them
 
 
 def _counted_as(ledger: Ledger, table_id: int, reason: str) -> str:
@@ -356,6 +361,8 @@ def end_attempt(ledger: Ledger, row: Any, reason: str, detail: str = "", *, coun
         ledger.last_failure[table.id] = f"{row['group_id']}, {reason}: {detail[:_QUOTED] or 'without a word'}"
     if last:
         ledger.give_up(row, reason)
+        if not ledger.failed_in_a_row[table.id]:
+            ledger.failing_since[table.id] = ledger.clock.now()
         ledger.failed_in_a_row[table.id] += 1
         if row["eval_step"] is not None:
             finish_round_if_done(ledger, table, row["eval_step"])

@@ -113,6 +113,8 @@ class Ledger:
         """The model that is trained, as its trainer described it; of `run.model`."""
         self.failed_in_a_row: Counter[int] = Counter()
         """By table id: prompts given up since a group was last inserted; anew after a restart."""
+        self.failing_since: dict[int, float] = {}
+        """By table id: when the first of them was given up."""
         self.last_failure: dict[int, str] = {}
         """By table id: how the last attempt failed, for people."""
         self.segments_may_have_died = False

@@ -20,11 +20,13 @@ class Occupancy:
     """Groups waiting for training."""
     leased: int
     """Groups of batches that are not completed."""
+    places: int = 0
+    """Prompts that wait to be made again in their place of a batch: training comes to them before any new one."""
 
     @property
     def total(self) -> int:
         """Slots taken."""
-        return self.open + self.stored + self.leased
+        return self.open + self.stored + self.leased + self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Limits:
 
 
 def free_slots(occupancy: Occupancy, limits: Limits, unpublished_steps: int = 0) -> int:
-    """Prompts that may be admitted now: open + stored + leased < (k + 1 - unpublished) * groups_per_step.
+    """Prompts that may be admitted now: open + stored + leased + places < (k + 1 - unpublished) * groups_per_step.
 
     `unpublished_steps` are steps trained since the policy version: with a publish in every step it is 0 and this is
     DESIGN's rule. A prompt admitted with N slots taken is trained at most N // groups_per_step + 1 steps after the last

@@ -10,7 +10,7 @@ from vime.buffer.v1 import batch_service_pb2_grpc
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime_buffer import convert
 from vime_buffer.buffer import Buffer
-from vime_buffer.values import BatchGroup, Outcome, Unusable
+from vime_buffer.values import Awaited, BatchGroup, Outcome, Unusable
 from vime_service.deadlines import patience
 from vime_service.errors import InvalidArgument
 
@@ -58,6 +58,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             blocked_by=prompt_pb.BlockReason.ValueType(answer.blocked),
             counts=answer.counts,
             replayed=answer.replayed,
+            awaited=[_awaited(prompt) for prompt in answer.awaited],
         )
 
     async def CompleteStep(self, request: pb.CompleteStepRequest, context: Any) -> pb.CompleteStepResponse:
@@ -120,6 +121,16 @@ def _outcome(value: int) -> Outcome:
     if value not in (pb.STEP_OUTCOME_TRAINED, pb.STEP_OUTCOME_SKIPPED):
         raise InvalidArgument(f"outcome {value} is neither TRAINED nor SKIPPED", field="outcome", value=value)
     return Outcome(value)
+
+
+def _awaited(prompt: Awaited) -> pb.AwaitedPrompt:
+    return pb.AwaitedPrompt(
+        group_id=prompt.group_id,
+        prompt_id=prompt.prompt_id,
+        attempt=prompt.attempt,
+        worker_id=prompt.worker_id,
+        leased_for=None if prompt.leased_for is None else convert.duration(prompt.leased_for),
+    )
 
 
 def _summary(group: BatchGroup) -> pb.GroupSummary:

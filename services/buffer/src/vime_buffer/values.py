@@ -240,6 +240,19 @@ class BatchGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """A prompt that a batch waits for."""
+
+    group_id: str
+    prompt_id: str
+    attempt: int
+    worker_id: str = ""
+    """Who holds its lease; "" while it is queued."""
+    leased_for: float | None = None
+    """Seconds since it was leased; None while it is queued."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchAnswer:
     """A batch, or why there is none."""
 
@@ -247,6 +260,7 @@ class BatchAnswer:
     blocked: Blocked = Blocked.NOT
     counts: Mapping[str, int] = field(default_factory=dict)
     replayed: bool = False
+    awaited: tuple[Awaited, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,12 @@ def table_counts(db: Database, table_id: int, settings: TableSettings, unpublish
         table_id, State.DROPPED, UNUSABLE, table_id,
     )  # fmt: skip
     evicted = db.all("SELECT reason, count(*) AS n FROM evictions WHERE table_id = ? GROUP BY reason", table_id)
-    occupancy = Occupancy(states.get(State.OPEN, 0), states.get(State.STORED, 0), states.get(State.LEASED, 0))
+    occupancy = Occupancy(
+        states.get(State.OPEN, 0),
+        states.get(State.STORED, 0),
+        states.get(State.LEASED, 0),
+        waiting_places(db, table_id),
+    )
     limits = Limits(settings.groups_per_step, settings.max_staleness, settings.capacity)
     free = 0 if settings.is_eval or unpublished is None else free_slots(occupancy, limits, unpublished)
     inserted = events.get(("inserted", ""), 0)
@@ -125,6 +130,12 @@ def table_counts(db: Database, table_id: int, settings: TableSettings, unpublish
         payload_bytes=sum(int(row["b"] or 0) for row in rows),
         free_slots=free,
     )
+
+
+def waiting_places(db: Database, table_id: int) -> int:
+    """Prompts that wait to be made again in their places of batches."""
+    sql = "SELECT count(*) FROM groups WHERE table_id = ? AND state = 0 AND train_step IS NOT NULL"
+    return int(db.value(sql, table_id))
 
 
 def list_groups(
