@@ -40,7 +40,13 @@ def test_a_policy_takes_its_own_settings(tmp_path: Path) -> None:
     ("setting", "said"),
     [
         ("router.queue_timeuot_s=1", 'unknown key "router.queue_timeuot_s"; did you mean "router.queue_timeout_s"?'),
-        ("router.policy=random", "'sticky_least_loaded', 'round_robin'"),
+        ("router.policy=random", 'router.policy: unknown name "random"; known: sticky_least_loaded, round_robin\n'),
+        ("router.policy.name=rond_robin", 'router.policy: unknown name "rond_robin"; did you mean "round_robin"?'),
+        ("router.policy=3", "router.policy: must be a table, got 3 (int)"),
+        ("router.queue_timeout_s=true", "queue_timeout_s: input should be a valid number, got True (bool)"),
+        ("router.queue_timeout_s=inf", "queue_timeout_s: input should be a finite number, got inf (float)"),
+        ("router.queue_timeout_s=1e300", "queue_timeout_s: input should be less than or equal to 604800"),
+        ("router.queue_timeout_s='2'", "queue_timeout_s: input should be a valid number, got '2' (str)"),
         ("router.dead_after_periods=2", "must not fall, they are 3, 2, 600"),
     ],
 )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
-from vime_client.config_loading import ConfigModel
+from vime_client.config_loading import ConfigModel, Seconds
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Cap of one message, both directions. 16384 tokens x 48 layers x top-8 routes in int16 are 12.6 MB."""
-
-Seconds = Annotated[float, Field(gt=0)]
-
 
 UNTRACED = (
     "/grpc.*",

@@ -10,11 +10,21 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from vime_client.redaction import STARS, is_hidden, starred, without_credentials
 
@@ -22,12 +32,63 @@ Key = tuple[str | int, ...]
 """Where a setting stands: names of tables and keys, or positions in arrays."""
 
 
+LONGEST_WAIT_S = 7 * 86400.0
+"""No setting makes anything wait longer than a week: what waits without end hides that nothing will come."""
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
+"""A duration in seconds."""
+SecondsOrNone = Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)]
+"""A duration in seconds, where none at all has a meaning: 0."""
+
+
 class ConfigModel(BaseModel):
-    """Base of every configuration class: unknown keys are refused, values are frozen, field docstrings are kept."""
+    """Base of every configuration class: unknown keys are refused, values are frozen, field docstrings are kept.
+
+    Numbers are finite numbers: neither a truth value nor text stands for one, and nothing but true and false is a truth
+    value. A setting that does nothing beside the others (`idle`) is refused where it is written, and left out of dumps.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, defer_build=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        defer_build=True,
+        allow_inf_nan=False,
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Strict numbers in every field, whatever holds them: pydantic's strict mode also refuses text for a path."""
+        return typing.cast(CoreSchema, _strict_numbers(handler(source)))
+
+    def idle(self) -> Mapping[str, str]:
+        """Settings that do nothing as the others stand: name -> the settings that make it so, as they were written."""
+        return {}
+
+    @model_validator(mode="after")
+    def _nothing_is_idle(self) -> Self:
+        errors = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "idle",
+                    "{setting} has no effect with {why}; leave it out",
+                    {"setting": _setting(name, getattr(self, name)), "why": why},
+                ),
+                loc=(name,),
+                input=getattr(self, name),
+            )
+            for name, why in self.idle().items()
+            if name in self.model_fields_set
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(type(self).__name__, errors)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_idle(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What a dump says must be accepted when it is read again."""
+        idle = self.idle()
+        return {name: value for name, value in dump(self).items() if name not in idle}
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -41,25 +102,69 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
 
 
-def load_config(model: type[ModelT], path: Path | None, overrides: Sequence[str] = ()) -> ModelT:
+Check = Callable[[ModelT], Iterable[tuple[Key, str]]]
+"""Looks at what a model cannot see by itself: problems as (key, sentence)."""
+
+
+class Written(NamedTuple):
+    """Where settings were written: a file and overrides."""
+
+    path: Path | None
+    """The TOML file."""
+    text: str = ""
+    """What it says."""
+    overridden: Sequence[Key] = ()
+    """Keys that overrides set."""
+
+    def where(self, key: Key) -> str:
+        """`file:line` of the line that sets `key`, else of its table; `--set` for what was overridden."""
+        if any(key[: len(o)] == o or o[: len(key)] == key for o in self.overridden if key):
+            return "--set"
+        if self.path is None:
+            return "configuration"
+        line = _line_of(key, self.text)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def key_at(self, line: int) -> Key:
+        """The key or table that stands in a line; empty if none does."""
+        return next((key for number, key, _ in _lines(self.text) if number == line), ())
+
+
+def read_written(path: Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Written]:
+    """The settings of a TOML file with overrides, and where they stand.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, or an override has another form.
+    """
+    text = "" if path is None else _read(path)
+    data = _parse(text, path)
+    overridden = [_apply_override(data, override) for override in overrides]
+    return data, Written(path, text, overridden)
+
+
+def load_config(
+    model: type[ModelT], path: Path | None, overrides: Sequence[str] = (), check: Check[ModelT] | None = None
+) -> ModelT:
     """Build `model` from a TOML file and overrides.
 
     Args:
         model: the configuration class; it must forbid extra keys (`ConfigModel` does).
         path: the TOML file, or None for defaults and overrides alone.
         overrides: each `a.b=c`; later ones win. Validators find the file's folder in the context as `base_dir`.
+        check: looks at the settings once they are whole.
 
     Raises:
         ConfigError: the file is missing or no TOML, or a key or value is wrong; all problems are listed.
     """
-    text = "" if path is None else _read(path)
-    data = _parse(text, path)
-    overridden = [_apply_override(data, override) for override in overrides]
+    data, written = read_written(path, overrides)
     try:
-        return model.model_validate(data, context={"base_dir": path.parent if path else Path.cwd()})
+        config = model.model_validate(data, context={"base_dir": path.parent if path else Path.cwd()})
     except ValidationError as error:
-        problems = [_sentence(model, dict(detail), text, path, overridden) for detail in error.errors()]
+        problems = [_sentence(model, dict(detail), written) for detail in error.errors()]
         raise ConfigError(list(dict.fromkeys(problems))) from None
+    if found := [_placed(key, sentence, written) for key, sentence in (check(config) if check else ())]:
+        raise ConfigError(found)
+    return config
 
 
 def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
@@ -151,12 +256,20 @@ def _apply_override(data: dict[str, Any], override: str) -> Key:
 # ------------------------------------------------------------------ saying what is wrong
 
 
-def _sentence(
-    model: type[BaseModel], detail: dict[str, Any], text: str, path: Path | None, overridden: Sequence[Key]
-) -> str:
-    loc: Key = tuple(detail["loc"])
-    key = tuple(_real_keys(model, loc))
-    where = _where(key, text, path, overridden)
+_LEAKS = {
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "union_tag_not_found": "must be a table that has {discriminator}",
+}
+"""What pydantic says in the words of Python, by type of error."""
+
+
+def _sentence(model: type[BaseModel], detail: dict[str, Any], written: Written) -> str:
+    key = tuple(_real_keys(model, tuple(detail["loc"])))
+    where = written.where(key)
     if detail["type"] == "extra_forbidden":
         hint = _nearest(model, key)
         known = [_dotted((*key[:-1], name)) for name in _keys_under(model, key[:-1])]
@@ -166,9 +279,27 @@ def _sentence(
         return f'{where}: "{_dotted(key)}" is required'
     message = str(detail["msg"])
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if detail["type"] == "idle":
+        return f"{where}: {_dotted((*key[:-1], message))}"
     if detail["type"] in ("value_error", "assertion_error"):
-        return f"{where}: {_dotted(key)}: {message}" if key else f"{where}: {message}"
-    return f"{where}: {_dotted(key)}: {message[:1].lower()}{message[1:]}, got {_shown(detail.get('input'), key)}"
+        return _placed(key, message, written)
+    if detail["type"] == "union_tag_invalid":
+        tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return _placed(key, f'unknown name "{tag}"; {nearest_of(tag, known)}', written)
+    leak = _LEAKS.get(detail["type"])
+    message = leak.format(**detail.get("ctx", {})) if leak else f"{message[:1].lower()}{message[1:]}"
+    return _placed(key, f"{message}, got {_shown(detail.get('input'), key)}", written)
+
+
+def _placed(key: Key, sentence: str, written: Written) -> str:
+    return f"{written.where(key)}: {_dotted(key)}: {sentence}" if key else f"{written.where(key)}: {sentence}"
+
+
+def nearest_of(wanted: str, known: Iterable[str]) -> str:
+    """The name that was probably meant, else all that are known: the end of a sentence about an unknown one."""
+    names = list(known)
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names)}"
 
 
 def _nearest(model: type[BaseModel], key: Key) -> str | None:
@@ -181,22 +312,33 @@ def _nearest(model: type[BaseModel], key: Key) -> str | None:
     return _dotted((*parent, similar[0])) if similar else None
 
 
+def _setting(name: str, value: Any) -> str:
+    """`name = value`, or the name alone of what is no plain value."""
+    if not isinstance(value, str | int | float):
+        return name
+    return f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+
+
 def _shown(value: Any, key: Key) -> str:
     shown = STARS if is_hidden(key) else without_credentials(repr(value))
     return f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({type(value).__name__})"
 
 
-def _where(key: Key, text: str, path: Path | None, overridden: Sequence[Key]) -> str:
-    if any(key[: len(o)] == o or o[: len(key)] == key for o in overridden if key):
-        return "--set"
-    if path is None:
-        return "configuration"
-    line = _line_of(key, text)
-    return f"{path}:{line}" if line else str(path)
-
-
 def _line_of(key: Key, text: str) -> int | None:
     """The line that sets `key`, else that of the table it belongs in; None if neither is written plainly."""
+    header: tuple[int, int | None] = (0, None)  # how much of the key the nearest table matches, and its line
+    for number, found, is_table in _lines(text):
+        if found != key[: len(found)]:
+            continue
+        if not is_table:
+            return number
+        if len(found) > header[0]:
+            header = (len(found), number)
+    return header[1]
+
+
+def _lines(text: str) -> Iterator[tuple[int, Key, bool]]:
+    """The lines that name a key: number (from 1), key, and whether it is the head of a table."""
     entries: dict[Key, int] = {}  # arrays of tables, and the entry that is open now
 
     def positioned(names: Sequence[str]) -> Key:
@@ -208,7 +350,6 @@ def _line_of(key: Key, text: str) -> int | None:
         return tuple(found)
 
     table: Key = ()
-    header: tuple[int, int | None] = (0, None)  # how much of the key the nearest table matches, and its line
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if line.startswith("["):
@@ -217,13 +358,9 @@ def _line_of(key: Key, text: str) -> int | None:
                 array = (*positioned(names[:-1]), names[-1])
                 entries[array] = entries.get(array, -1) + 1
             table = positioned(names)
-            if key[: len(table)] == table and len(table) > header[0]:
-                header = (len(table), number)
+            yield number, table, True
         elif "=" in line and not line.startswith("#"):
-            full = (*table, *_split_key(line.split("=", 1)[0].strip()))
-            if full == key[: len(full)]:
-                return number
-    return header[1]
+            yield number, (*table, *_split_key(line.split("=", 1)[0].strip())), False
 
 
 def _split_key(text: str) -> tuple[str, ...]:
@@ -235,6 +372,27 @@ def _dotted(key: Sequence[str | int]) -> str:
 
 
 # ------------------------------------------------------------------ looking into models
+
+
+def _strict_numbers(schema: Any) -> Any:
+    """A core schema whose numbers and truth values are taken as they are written, integers within 64 bits."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_strict_numbers(part) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if not isinstance(kind, str):  # fields by name
+        return {name: _strict_numbers(part) for name, part in schema.items()}
+    changed = {name: part if name in _OPAQUE else _strict_numbers(part) for name, part in schema.items()}
+    if kind in ("int", "float", "bool"):
+        changed["strict"] = True
+    if kind == "int":
+        changed |= {bound: end for bound, other, end in _INT64 if bound not in schema and other not in schema}
+    return changed
+
+
+_OPAQUE = frozenset({"default", "metadata", "serialization", "expected", "cls"})
+_INT64 = (("ge", "gt", -(2**63)), ("le", "lt", 2**63 - 1))
 
 
 def _real_keys(model: type[BaseModel], loc: Key) -> Iterator[str | int]:

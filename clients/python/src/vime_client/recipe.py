@@ -17,12 +17,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from vime_client.channel_settings import Credentials
-from vime_client.config_loading import ConfigError, ConfigModel, load_config
+from vime_client.config_loading import ConfigError, ConfigModel, Seconds, SecondsOrNone, load_config
 from vime_client.worker.demonstrations import SFT_TABLE, DemonstrationSection
 
 EVAL_PREFIX = "eval/"
-DEFAULT_GENERATION_DEADLINE_S = 50.0
-"""What vime.buffer.v1.TableConfig says about an unset generation deadline."""
 
 
 def _from_recipe(path: Path, info: ValidationInfo) -> Path:
@@ -110,11 +108,8 @@ class TableSection(ConfigModel):
     require_routes: bool = False
     """Groups must have routing traces."""
 
-    @property
-    def generation_deadline_s(self) -> float:
-        """Longest that one generation may take, in seconds."""
-        value = (self.model_extra or {}).get("generation_deadline")
-        return float(value) if isinstance(value, (int, float)) and value > 0 else DEFAULT_GENERATION_DEADLINE_S
+    generation_deadline: Seconds = Field(default=50.0, le=86400)
+    """Longest that one generation may take, in seconds. The default is that of vime.buffer.v1.TableConfig."""
 
 
 class RewardsSection(ConfigModel):
@@ -124,7 +119,7 @@ class RewardsSection(ConfigModel):
 
     default: FunctionName
     """The reward of tables that name none."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: Seconds = 10.0
     """How long one call may take; then its process is killed and the sample stays unscored."""
     processes: int = Field(default=4, ge=1)
     """Processes that run rewards, per worker."""
@@ -169,15 +164,15 @@ class LauncherSection(ConfigModel):
     """Rollout services, each with one vLLM engine."""
     restart_limit: int = Field(default=5, ge=0)
     """Deaths of one service within `restart_window_s` that end the run."""
-    restart_window_s: float = Field(default=600.0, gt=0)
+    restart_window_s: Seconds = 600.0
     """Deaths longer ago than this are forgiven."""
-    restart_backoff_s: float = Field(default=0.5, ge=0)
+    restart_backoff_s: SecondsOrNone = 0.5
     """Wait before the first restart; doubles with every death, up to 15 s."""
-    ready_timeout_s: float = Field(default=180.0, gt=0)
+    ready_timeout_s: Seconds = 180.0
     """How long all services together may take to become ready."""
-    hang_timeout_s: float = Field(default=60.0, gt=0)
+    hang_timeout_s: Seconds = 60.0
     """A service that was alive and gives no sign of life for so long is killed and started again."""
-    stop_timeout_s: float = Field(default=20.0, gt=0)
+    stop_timeout_s: Seconds = 20.0
     """How long services may take to end after SIGTERM; then they are killed."""
     ports: dict[str, Annotated[int, Field(ge=1, le=65535)]] = Field(default={})
     """Fixed ports by service (`buffer`, `router`, `trainer`, `rollout-0`); others are chosen among the free ones."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from vime_client.config_loading import ConfigModel
+from vime_client.config_loading import ConfigModel, Seconds
 from vime_client.logs import get_logger
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class TelemetryConfig(ConfigModel):
     """OTLP/gRPC collector, such as `http://localhost:4317` (https for TLS)."""
     queue_spans: int = Field(default=4096, ge=64)
     """Spans that may wait; more are dropped and counted."""
-    export_interval_s: float = Field(default=0.5, gt=0)
+    export_interval_s: Seconds = 0.5
     """How often waiting spans are written or sent."""
-    export_timeout_s: float = Field(default=2.0, gt=0)
+    export_timeout_s: Seconds = 2.0
     """How long one batch may take to reach the collector."""
-    shutdown_seconds: float = Field(default=3.0, gt=0)
+    shutdown_seconds: Seconds = 3.0
     """How long leaving may wait for the last spans."""
 
 

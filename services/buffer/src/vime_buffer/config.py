@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vime_buffer.settings import TableSettings, check_budget, check_table
-from vime_service.config import ConfigModel
+from vime_service.config import ConfigModel, Seconds
 from vime_service.errors import VimeError
 from vime_service.server_config import ServiceConfig
 
@@ -32,7 +32,7 @@ class BufferSettings(ConfigModel):
     """Largest group; must fit into one message."""
     source_roots: tuple[Path, ...] = ()
     """Folders that CreateTable may name sources in. Unset: the folders of the sources configured here."""
-    worker_silence_s: float = Field(default=10.0, gt=0)
+    worker_silence_s: Seconds = 10.0
     """LeaseBatch says that no worker asks for prompts when none has for this long."""
     tables: dict[str, TableSettings] = Field(default={})
     """Tables that exist from the start, by name."""

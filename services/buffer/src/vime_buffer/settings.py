@@ -60,7 +60,7 @@ class SamplingSettings(ConfigModel):
 
     max_tokens: int = Field(ge=1, lt=2**32)
     """Largest number of response tokens."""
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(default=None, ge=0, le=100)
     """Softmax temperature; 0 is greedy. Unset means 1."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus mass kept. Unset means 1."""

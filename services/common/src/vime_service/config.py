@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from vime_client.config_loading import ConfigError, ConfigModel, describe, load_config, to_toml
+from vime_client.config_loading import ConfigError, ConfigModel, Seconds, SecondsOrNone, describe, load_config, to_toml
 
-__all__ = ["ConfigError", "ConfigModel", "describe", "load_config", "to_toml"]
+__all__ = ["ConfigError", "ConfigModel", "Seconds", "SecondsOrNone", "describe", "load_config", "to_toml"]

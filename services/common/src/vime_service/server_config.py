@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from vime_client.addresses import is_loopback, join_address
 from vime_client.channel_settings import UNTRACED
-from vime_client.config_loading import ConfigModel
+from vime_client.config_loading import ConfigModel, Seconds, SecondsOrNone
 from vime_client.logs import LogConfig
 from vime_client.telemetry import TelemetryConfig
 from vime_service.auth import Grant, StartupError, TlsServerConfig
@@ -30,11 +30,11 @@ class ServerConfig(ConfigModel):
     """File that gets the address as `host:port`, once the server answers."""
     parent_pid: int | None = None
     """Process that started this one; when it is gone, the service stops too. Unset: nobody is watched."""
-    grace_seconds: float = Field(default=5.0, ge=0)
+    grace_seconds: SecondsOrNone = 5.0
     """How long calls in flight may go on after SIGTERM; then their callers get UNAVAILABLE."""
-    cleanup_seconds: float = Field(default=10.0, gt=0)
+    cleanup_seconds: Seconds = 10.0
     """How long all clean-up after the last call may take together."""
-    max_call_seconds: float = Field(default=600.0, gt=0)
+    max_call_seconds: Seconds = 600.0
     """Bound of a call whose caller named no deadline."""
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, gt=0)
     """Largest message taken or sent."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from vime_client.channel_settings import TlsClientConfig
-from vime_client.config_loading import ConfigModel
+from vime_client.config_loading import ConfigModel, Seconds, SecondsOrNone
 from vime_service.server_config import ServiceConfig
 
 
@@ -51,14 +51,14 @@ class VllmConfig(ConfigModel):
     """Further fields of vLLM's AsyncEngineArgs, by name; they win over those above."""
     env: dict[str, str] = Field(default={})
     """Environment variables for the engine; they win over those of the process."""
-    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    start_timeout_seconds: Seconds = 600.0
     """How long loading the model may take."""
-    rpc_timeout_seconds: float = Field(default=120.0, gt=0)
+    rpc_timeout_seconds: Seconds = 120.0
     """How long a call into the engine's workers may take. A load has `updates.load_timeout_seconds` instead."""
-    frozen_after_seconds: float = Field(default=60.0, gt=0)
+    frozen_after_seconds: Seconds = 60.0
     """How long the engine core may answer nothing before it counts as dead and the service ends. It answers between two
     steps: give it more than the longest prefill of `max_num_batched_tokens` takes."""
-    abandoned_after_seconds: float = Field(default=600.0, gt=0)
+    abandoned_after_seconds: Seconds = 600.0
     """How long a load, a sleep or a wake whose caller gave up may go on before the engine core must answer again."""
 
 
@@ -71,7 +71,7 @@ class FakeConfig(ConfigModel):
     """Experts per layer."""
     top_k: int = Field(default=2, gt=0)
     """Experts per token."""
-    step_seconds: float = Field(default=0.0, ge=0)
+    step_seconds: SecondsOrNone = 0.0
     """Time one token takes."""
     max_model_len: int = Field(default=512, gt=1)
     """Longest prompt + response."""
@@ -88,15 +88,15 @@ class UpdateConfig(ConfigModel):
     """Keep the staging memory of one version for the next: faster, and holds the model's size in `staging_dir`."""
     payload_dir: Path | None = None
     """Root of the payload store that PullUpdate reads from. Unset: PullUpdate is refused."""
-    transfer_timeout_seconds: float = Field(default=60.0, gt=0)
+    transfer_timeout_seconds: Seconds = 60.0
     """How long a transfer may take where the caller names no time."""
-    bucket_timeout_seconds: float = Field(default=20.0, gt=0)
+    bucket_timeout_seconds: Seconds = 20.0
     """How long one bucket may take before the group counts as broken."""
-    pause_timeout_seconds: float = Field(default=60.0, gt=0)
+    pause_timeout_seconds: Seconds = 60.0
     """How long the engine may take to stand still; past it the old version goes on."""
-    load_timeout_seconds: float = Field(default=120.0, gt=0)
+    load_timeout_seconds: Seconds = 120.0
     """How long loading may take; past it the engine is DIRTY."""
-    canary_timeout_seconds: float = Field(default=60.0, gt=0)
+    canary_timeout_seconds: Seconds = 60.0
     """How long scoring the canary may take; past it the engine is DIRTY."""
 
 
@@ -105,9 +105,9 @@ class RouterLink(ConfigModel):
 
     address: str = ""
     """`host:port` of the router. Unset: the engine reports to nobody."""
-    period_seconds: float = Field(default=1.0, gt=0)
+    period_seconds: Seconds = 1.0
     """Time between heartbeats until the router names another."""
-    timeout_seconds: float = Field(default=2.0, gt=0)
+    timeout_seconds: Seconds = 2.0
     """Deadline of one heartbeat."""
     token_file: Path | None = None
     """File with the token that the router grants this engine."""
@@ -136,7 +136,7 @@ class RolloutSettings(ConfigModel):
     """Weight updates."""
     router: RouterLink = RouterLink()
     """Where heartbeats go."""
-    pause_expiry_seconds: float = Field(default=120.0, gt=0)
+    pause_expiry_seconds: Seconds = 120.0
     """When a pause whose owner vanished is lifted, where the caller names no time."""
 
     @model_validator(mode="after")

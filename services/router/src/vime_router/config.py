@@ -11,7 +11,7 @@ from vime_client.channel import MAX_MESSAGE_BYTES, ChannelSettings, TlsClientCon
 from vime_router.directory import Ages
 from vime_router.forward import ForwardLimits
 from vime_router.policies import Policy, RoundRobin, RoundRobinConfig, StickyLeastLoaded, StickyLeastLoadedConfig
-from vime_service.config import ConfigModel
+from vime_service.config import ConfigModel, Seconds
 from vime_service.server_config import ServiceConfig
 
 
@@ -24,7 +24,7 @@ class EngineChannelConfig(ConfigModel):
     """File that holds the bearer token for the engines."""
     token_env: str | None = None
     """Environment variable that holds the token; `token_file` wins."""
-    keepalive_s: float = Field(default=20.0, gt=0)
+    keepalive_s: Seconds = 20.0
     """A ping after this much silence finds a connection that is half open."""
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, gt=0)
     """Largest message sent to or taken from an engine."""
@@ -58,15 +58,15 @@ class RouterSection(ConfigModel):
 
     policy: PolicyConfig = StickyLeastLoadedConfig()
     """`"sticky_least_loaded"`, `"round_robin"`, or a table with the policy's name and its settings."""
-    heartbeat_period_s: float = Field(default=1.0, gt=0)
+    heartbeat_period_s: Seconds = 1.0
     """How often engines are told to send heartbeats."""
-    suspect_after_periods: float = Field(default=3.0, ge=1)
+    suspect_after_periods: float = Field(default=3.0, ge=1, le=1e6)
     """Periods without a heartbeat after which an engine gets no new calls."""
-    dead_after_periods: float = Field(default=10.0, ge=1)
+    dead_after_periods: float = Field(default=10.0, ge=1, le=1e6)
     """Periods without a heartbeat after which an engine is dead and its calls go elsewhere."""
-    forget_after_periods: float = Field(default=600.0, ge=1)
+    forget_after_periods: float = Field(default=600.0, ge=1, le=1e6)
     """Periods without a heartbeat after which a dead engine is no longer listed."""
-    queue_timeout_s: float = Field(default=60.0, gt=0)
+    queue_timeout_s: Seconds = 60.0
     """How long a call may wait for an engine that passes its fence, within its own deadline."""
     max_waiting: int = Field(default=4096, ge=1)
     """Calls that may wait for an engine at once; more get RESOURCE_EXHAUSTED."""
@@ -74,7 +74,7 @@ class RouterSection(ConfigModel):
     """Engines asked for one call before it fails with ENGINE_FAILED."""
     breaker_failures: int = Field(default=3, ge=1)
     """Faults of an engine in a row that stop calls to it."""
-    breaker_pause_s: float = Field(default=5.0, gt=0)
+    breaker_pause_s: Seconds = 5.0
     """Pause before one call tries such an engine again."""
     engines: EngineChannelConfig = EngineChannelConfig()
     """How engines are reached."""

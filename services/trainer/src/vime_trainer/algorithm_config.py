@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from vime_service.config import ConfigModel
-from vime_trainer.engine.config import CriticConfig
+from vime_trainer.engine.config import CriticConfig, Weight
 
 if TYPE_CHECKING:
     from vime_trainer.algorithms.advantages import AdvantageConfig
@@ -27,10 +28,10 @@ class CorrectionSettings(ConfigModel):
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """mis: what happens beyond the bounds."""
 
-    high: float = Field(default=2.0, gt=0)
+    high: float = Field(default=2.0, ge=1, lt=4.8e8)
     """Upper bound of the ratio."""
 
-    low: float | None = Field(default=None, ge=0)
+    low: float | None = Field(default=None, ge=0, le=1)
     """Lower bound. Unset: 0 for tis, 0.5 for icepop, 1 / high for mis."""
 
     veto: float | None = Field(default=None, gt=0, lt=1)
@@ -42,6 +43,19 @@ class CorrectionSettings(ConfigModel):
     renormalize: bool = False
     """Take rejected tokens out of the denominators. Off: they stay, as in the originals."""
 
+    def idle(self) -> Mapping[str, str]:
+        """What the kind of correction does not read."""
+        kind = f"kind = '{self.kind}'"
+        if self.kind == "none":
+            return {name: kind for name in type(self).model_fields if name != "kind"}
+        idle = {} if self.kind == "mis" else {"level": kind, "mode": kind}
+        mode = {"tis": "clip", "icepop": "mask"}.get(self.kind, self.mode)
+        if mode == "truncate":
+            idle["low"] = "mode = 'truncate'"
+        if mode != "mask" and self.veto is None:  # nothing is rejected
+            idle["renormalize"] = f"{kind}, " + ("mode = '" + mode + "' " if self.kind == "mis" else "") + "and no veto"
+        return idle
+
 
 class OverlongSettings(ConfigModel):
     """DAPO's soft punishment of long responses, added to the reward before the group's statistics."""
@@ -52,7 +66,7 @@ class OverlongSettings(ConfigModel):
     cache: int = Field(gt=0)
     """Tokens before max_length over which it grows from 0."""
 
-    factor: float = Field(default=1.0, ge=0)
+    factor: float = Field(default=1.0, gt=0, le=1e6)
     """The full punishment."""
 
     @model_validator(mode="after")
@@ -75,13 +89,13 @@ class AlgorithmConfig(ConfigModel):
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ of GAE (ppo)."""
 
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: Weight = 0.0
     """Weight of the KL to the reference inside the reward."""
 
     whiten: bool | None = None
     """Whiten advantages over the global batch. Unset: as the estimator's paper does."""
 
-    opd_kl_coef: float = Field(default=0.0, ge=0)
+    opd_kl_coef: Weight = 0.0
     """Weight of on-policy distillation: the reverse KL to the teacher (model.teacher) is taken from the advantage."""
 
     overlong: OverlongSettings | None = None
@@ -94,16 +108,16 @@ class AlgorithmConfig(ConfigModel):
     """The policy-gradient objective; or sft, which learns the demonstrations of the table `sft` and reads neither
     reward nor advantage."""
 
-    eps_clip: float = Field(default=0.2, gt=0)
+    eps_clip: float = Field(default=0.2, gt=0, le=1e6)
     """ε of the clip, below and (unless eps_clip_high is set) above."""
 
-    eps_clip_high: float | None = Field(default=None, gt=0)
+    eps_clip_high: float | None = Field(default=None, gt=0, le=1e6)
     """ε above (DAPO: 0.28)."""
 
-    eps_clip_c: float | None = Field(default=None, gt=1)
+    eps_clip_c: float | None = Field(default=None, gt=1, le=1e6)
     """Dual clip's c. Unset: off."""
 
-    opsm_delta: float | None = Field(default=None, ge=0)
+    opsm_delta: Weight | None = None
     """Off-policy sequence masking. Unset: off."""
 
     reducer: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
@@ -112,10 +126,10 @@ class AlgorithmConfig(ConfigModel):
     fixed_length: int | None = Field(default=None, gt=0)
     """Length of the fixed_length reducer, in tokens (Dr.GRPO: the response budget)."""
 
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
 
-    kl_loss_coef: float = Field(default=0.0, ge=0)
+    kl_loss_coef: Weight = 0.0
     """Weight of the KL to the reference in the loss."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
@@ -137,29 +151,38 @@ class AlgorithmConfig(ConfigModel):
     mask_truncated: bool = False
     """Leave samples that were cut by the budget out of the loss and its denominators (after the statistics)."""
 
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> AlgorithmConfig:
-        if self.critic is not None and not needs_critic(self):
-            raise ValueError(f"critic is set, but estimator = '{self.estimator}' has none; only ppo does")
-        if self.reference_refresh_interval and not needs_reference(self):
-            raise ValueError(
-                f"reference_refresh_interval = {self.reference_refresh_interval} has no effect: kl_coef and "
-                "kl_loss_coef are 0, so that there is no reference"
-            )
-        if self.estimator == "opd" and not needs_teacher(self):
-            raise ValueError("estimator = 'opd' with opd_kl_coef = 0 has nothing to learn from; set opd_kl_coef")
+    def idle(self) -> Mapping[str, str]:
+        """What the objective, the estimator and the rest do not read."""
+        objective, estimator = f"objective = '{self.objective}'", f"estimator = '{self.estimator}'"
         if self.objective == "sft":
-            read = {"objective", "reducer", "fixed_length", "mini_batches"}
-            changed = sorted(
-                name for name in type(self).model_fields if name not in read and getattr(self, name) != _default(name)
-            )
-            if changed:
-                raise ValueError(f"objective = 'sft' ignores {', '.join(changed)}; leave them out")
+            read = {"objective", "reducer", "mini_batches"}
+            idle = {name: objective for name in type(self).model_fields if name not in read}
+        else:
+            rules = {
+                "eps_clip": (self.objective == "reinforce", objective),
+                "eps_clip_high": (self.objective == "reinforce", objective),
+                "eps_clip_c": (self.objective not in ("clip", "gspo"), objective),
+                "kl_loss_type": (self.kl_loss_coef == 0, "kl_loss_coef = 0"),
+                "critic": (not needs_critic(self), f"{estimator}, which has no critic; only ppo has one"),
+                "overlong": (self.estimator == "opd", f"{estimator}, which reads no reward"),
+                "reference_refresh_interval": (not needs_reference(self), "kl_coef = 0 and kl_loss_coef = 0"),
+            }
+            idle = {name: why for name, (is_idle, why) in rules.items() if is_idle}
+            if self.correction.kind != "none" and self.objective == "reinforce":
+                idle["correction"] = objective
+            elif self.correction.kind != "none" and self.use_rollout_logprobs:
+                idle["correction"] = "use_rollout_logprobs = true: they have no mismatch with themselves"
+        if self.reducer == "fixed_length":
+            idle.pop("fixed_length", None)
+        else:
+            idle["fixed_length"] = f"reducer = '{self.reducer}'"
+        return idle
+
+    @model_validator(mode="after")
+    def _there_is_something_to_learn(self) -> AlgorithmConfig:
+        if self.estimator == "opd" and not needs_teacher(self) and self.objective != "sft":
+            raise ValueError("estimator = 'opd' with opd_kl_coef = 0 has nothing to learn from; set opd_kl_coef")
         return self
-
-
-def _default(name: str) -> object:
-    return AlgorithmConfig.model_fields[name].get_default()
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from vime_client.channel_settings import Credentials
-from vime_service.config import ConfigModel
+from vime_service.config import ConfigModel, Seconds
 from vime_service.server_config import ServiceConfig
 from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss, needs_teacher
 from vime_trainer.engine.config import EngineConfig
@@ -47,10 +47,10 @@ class FaultConfig(ConfigModel):
     max_restarts: int = Field(default=5, ge=0)
     """Times that died ranks are started again in one process life."""
 
-    rank_start_timeout_s: float = Field(default=180.0, gt=0)
+    rank_start_timeout_s: Seconds = 180.0
     """Longest time from starting the ranks to the last one attached."""
 
-    command_timeout_s: float = Field(default=1800.0, gt=0)
+    command_timeout_s: Seconds = 1800.0
     """Longest time that one command of the ranks may take."""
 
     regenerate: bool = False
@@ -91,7 +91,7 @@ class TrainerSettings(ConfigModel):
     world_size: int = Field(default=1, ge=1)
     """Rank processes."""
 
-    lease_wait_s: float = Field(default=10.0, gt=0)
+    lease_wait_s: Seconds = 10.0
     """How long one LeaseBatch call waits before the loop looks after the fleet and asks again."""
 
     eval_tables: list[str] = Field(default_factory=list)

@@ -15,6 +15,7 @@ from vime_service.errors import FailedPrecondition, InvalidArgument, Unavailable
 from vime_trainer.adapters.protos import to_seconds, version_to_proto
 from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.controller import Trainer
+from vime_trainer.engine.config import HIGHEST_LEARNING_RATE
 from vime_trainer.loop.events import EvalEvent, Event, EventLog, State, Status, StepEvent
 from vime_trainer.loop.ports import RankDied
 from vime_trainer.loop.publisher import Publisher
@@ -78,6 +79,13 @@ class TrainerServicer(TrainerServiceServicer):
     async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> pb.TrainStepResponse:
         """One step on the groups given."""
         rate = request.learning_rate if request.HasField("learning_rate") else None
+        if rate is not None and not 0 <= rate <= HIGHEST_LEARNING_RATE:  # NaN is in no range
+            raise InvalidArgument(
+                f"learning_rate {rate:g} is not in [0, {HIGHEST_LEARNING_RATE:g}]",
+                field="learning_rate",
+                actual=rate,
+                highest=HIGHEST_LEARNING_RATE,
+            )
         try:
             with self._trainer.driving(request.mode_lease_id):
                 if not request.groups:

@@ -15,6 +15,7 @@ from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.algorithms.reducers import Denominators
 from vime_trainer.engine.config import EngineConfig, OptimizerConfig
 from vime_trainer.engine.engine import Engine
+from vime_trainer.engine.errors import EngineError
 from vime_trainer.engine.objective import PolicyLoss
 from vime_trainer.engine.sample import Sample, per_token
 from vime_trainer.engine.sft import Demonstration
@@ -307,3 +308,14 @@ def test_the_plan_uses_each_sample_once_within_the_budget() -> None:
         assert sorted(i for b in batches for i in b) == list(range(count))
         assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= 64 for b in batches)
         assert batches == plan(lengths, 64)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1e-3, 7.0])
+def test_a_learning_rate_that_would_ruin_the_weights_is_refused(
+    moe_dir: Path, sample_maker: Maker, rate: float
+) -> None:
+    engine = make(moe_dir)
+    before = snapshot(engine)
+    with pytest.raises(EngineError, match=rf"learning rate {rate:g} is not in \[0, 1\]"):
+        engine.train_step([sample_maker(2, 3)], TOKEN_MEAN, lr=rate)
+    assert same(before, snapshot(engine))

@@ -143,7 +143,7 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
     for name in ("train", SFT_TABLE):
         if name in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
             tables[name].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
-    deadlines = [table.generation_deadline_s / 2 for table in recipe.tables.values()]
+    deadlines = [table.generation_deadline / 2 for table in recipe.tables.values()]
     model = str(recipe.model.path)
     sections: dict[str, dict[str, Any]] = {
         "buffer": {

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from vime_client.channel_settings import Credentials
-from vime_client.config_loading import ConfigModel
+from vime_client.config_loading import ConfigModel, Seconds
 from vime_client.logs import LogConfig
 from vime_client.recipe import Recipe
 from vime_client.telemetry import TelemetryConfig
@@ -30,7 +30,7 @@ class WorkerTable(ConfigModel):
     """JSONL file of its records, where this machine has it: the rewards are checked against it before the start."""
     require_routes: bool = False
     """Ask the engine for routing traces."""
-    generation_timeout_s: float = Field(default=50.0, gt=0)
+    generation_timeout_s: Seconds = 50.0
     """Longest that generating one group may take, from the call to its answer."""
 
 
@@ -49,7 +49,7 @@ class WorkerSettings(ConfigModel):
     """Folder that relative reward files are taken from."""
     rewards: dict[str, str]
     """Rewards by name."""
-    reward_timeout_s: float = Field(default=10.0, gt=0)
+    reward_timeout_s: Seconds = 10.0
     """How long one reward may take."""
     reward_processes: int = Field(default=4, ge=1)
     """Processes that run rewards."""
@@ -61,17 +61,17 @@ class WorkerSettings(ConfigModel):
     """Prompts in hand at once."""
     tables: dict[str, WorkerTable] = Field(default={})
     """Tables by name."""
-    lease_wait_s: float = Field(default=5.0, gt=0)
+    lease_wait_s: Seconds = 5.0
     """How long one LeasePrompts call may wait for admission."""
-    insert_timeout_s: float = Field(default=120.0, gt=0)
+    insert_timeout_s: Seconds = 120.0
     """How long a finished group is offered to a buffer that is away or full."""
-    buffer_away_s: float = Field(default=300.0, gt=0)
+    buffer_away_s: Seconds = 300.0
     """How long the buffer may be away before the worker gives up."""
-    engines_away_s: float = Field(default=600.0, gt=0)
+    engines_away_s: Seconds = 600.0
     """How long a lease is held while no engine can take it; then it is given back."""
     sign_of_life: Path | None = None
     """File that is touched every second while the worker's loop turns; unset: none."""
-    stop_timeout_s: float = Field(default=5.0, gt=0)
+    stop_timeout_s: Seconds = 5.0
     """How long giving leases back may take when the worker stops."""
 
     def table(self, name: str) -> WorkerTable:
@@ -101,7 +101,7 @@ def worker_settings(
             reward=table.reward or "default",
             source=table.source.path,
             require_routes=table.require_routes,
-            generation_timeout_s=table.generation_deadline_s,
+            generation_timeout_s=table.generation_deadline,
         )
         for name, table in recipe.tables.items()
     }

@@ -1,24 +1,31 @@
 """Settings of the Megatron engine. Imports no torch: the service process reads them too."""
 
-from typing import Literal
+from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from vime_service.config import ConfigModel, Seconds
+
+HIGHEST_LEARNING_RATE = 1.0
+"""AdamW's steps are of the learning rate's size, whatever the gradient's: above 1 nothing is learned."""
+LearningRate = Annotated[float, Field(gt=0, le=HIGHEST_LEARNING_RATE)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+"""Weight of a term of a loss or reward; 0 leaves it out."""
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class OptimizerConfig(_Settings):
+class OptimizerConfig(ConfigModel):
     """AdamW and its learning-rate schedule.
 
     One schedule step is one *taken* optimizer step: skipped steps do not count.
     """
 
-    lr: float = Field(default=5e-5, gt=0)
+    lr: LearningRate = 5e-5
     """Peak learning rate, reached at the end of the warm-up."""
 
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at and after `decay_steps` (linear and cosine only)."""
 
     warmup_steps: int = Field(default=0, ge=0)
@@ -36,20 +43,24 @@ class OptimizerConfig(_Settings):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """Decay of the second moment."""
 
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
     """Decoupled weight decay; norms and biases are exempt, as in Megatron."""
 
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0, le=1e6)
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
 
     distributed: bool = True
     """Shard the optimizer's state over the data-parallel ranks (Megatron's DistributedOptimizer)."""
 
+    def idle(self) -> Mapping[str, str]:
+        """What a constant learning rate does not read."""
+        return {"min_lr": "schedule = 'constant'"} if self.schedule == "constant" else {}
+
     @model_validator(mode="after")
-    def _schedule_is_complete(self) -> "OptimizerConfig":
+    def _schedule_is_complete(self) -> OptimizerConfig:
         if self.schedule == "constant":
             if self.decay_steps is not None:
                 raise ValueError(f"decay_steps = {self.decay_steps} has no meaning with schedule = 'constant'")
@@ -62,7 +73,7 @@ class OptimizerConfig(_Settings):
         return self
 
 
-class ParallelConfig(_Settings):
+class ParallelConfig(ConfigModel):
     """Sizes of the model-parallel groups. What they leave of the world is data parallel."""
 
     tensor: int = Field(default=1, ge=1)
@@ -77,8 +88,17 @@ class ParallelConfig(_Settings):
     context: int = Field(default=1, ge=1)
     """Context-parallel size."""
 
+    @model_validator(mode="after")
+    def _is_verified(self) -> ParallelConfig:
+        wrong = [f"parallel.{name} = {size}" for name, size in self if size != 1]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} is not supported yet; it must be 1 (data parallelism is free: trainer.world_size)"
+            )
+        return self
 
-class TestHooks(_Settings):
+
+class TestHooks(ConfigModel):
     """Faults to inject on purpose. All off by default; a run with any of them on logs it at start."""
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
@@ -90,10 +110,10 @@ class TestHooks(_Settings):
     """
 
 
-class CriticConfig(_Settings):
+class CriticConfig(ConfigModel):
     """The critic of PPO: its optimizer, and how it is trained on each batch."""
 
-    lr: float = Field(default=1e-4, gt=0)
+    lr: LearningRate = 1e-4
     """Learning rate, constant after `lr_warmup_steps`."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
@@ -102,13 +122,13 @@ class CriticConfig(_Settings):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """Decay of the second moment."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
     """Decoupled weight decay."""
 
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0, le=1e6)
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
 
-    value_clip: float = Field(default=0.2, ge=0)
+    value_clip: Weight = 0.2
     """How far a value may move from that of the start of the batch before its loss stops pulling; 0 turns that off. 0.2
     in the original, for rewards of order 1."""
 
@@ -133,7 +153,7 @@ class CriticConfig(_Settings):
         )
 
 
-class EngineConfig(_Settings):
+class EngineConfig(ConfigModel):
     """Everything the engine of one rank needs to know besides the checkpoint it starts from."""
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -169,7 +189,7 @@ class EngineConfig(_Settings):
     seed: int = 0
     """Seed of Megatron's and torch's generators."""
 
-    collective_timeout_s: float = Field(default=300.0, gt=0)
+    collective_timeout_s: Seconds = 300.0
     """A collective that takes longer is an error: some rank died or hangs."""
 
     test_hooks: TestHooks = TestHooks()

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from vime_service.bulk import Deadline
 from vime_service.bulk.gloo import open_store
-from vime_trainer.engine.config import EngineConfig, ParallelConfig
+from vime_trainer.engine.config import EngineConfig
 from vime_trainer.engine.errors import PeerFailed, UnsupportedLayoutError
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,8 @@ def initialize(config: EngineConfig) -> torch.device:
     """Join the world that torchrun's environment describes (or a world of one) and build Megatron's groups.
 
     Calling it again in one process keeps the groups that exist. Returns the device of this rank.
-    Raises UnsupportedLayoutError for layouts that were not verified.
+    Raises UnsupportedLayoutError where there is no such device.
     """
-    check_layout(config.parallel)
     torch.set_num_threads(config.threads)
     device = torch.device("cpu")
     if config.device == "cuda":
@@ -51,15 +50,6 @@ def initialize(config: EngineConfig) -> torch.device:
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return device
-
-
-def check_layout(sizes: ParallelConfig) -> None:
-    """Refuse what was not verified: today every model-parallel size must be 1; data parallelism is free."""
-    for name, size in sizes:
-        if size != 1:
-            raise UnsupportedLayoutError(
-                f"parallel.{name} = {size} is not supported yet; it must be 1 (data parallelism is free)"
-            )
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:

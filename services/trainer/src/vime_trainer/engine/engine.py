@@ -9,9 +9,9 @@ import torch
 
 from vime_trainer.engine import cpu, distributed, hf, hooks, model
 from vime_trainer.engine.checkpoint import Checkpointer
-from vime_trainer.engine.config import CriticConfig, EngineConfig
+from vime_trainer.engine.config import HIGHEST_LEARNING_RATE, CriticConfig, EngineConfig
 from vime_trainer.engine.critic import Critic
-from vime_trainer.engine.errors import UnsupportedModelError
+from vime_trainer.engine.errors import EngineError, UnsupportedModelError
 from vime_trainer.engine.forward import Forward
 from vime_trainer.engine.objective import Loss, SupervisedLoss
 from vime_trainer.engine.optimizer import Updater, build_optimizer
@@ -112,9 +112,11 @@ class Engine:
 
         `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
         they are those of the weights before this call. `lr` replaces the schedule's rate, this once. A step whose loss
-        or gradient is not finite changes nothing and is counted. Raises SampleError or RoutingTraceError before
-        anything is run.
+        or gradient is not finite changes nothing and is counted. Raises SampleError, RoutingTraceError or (for a rate
+        that is none) EngineError before anything is run.
         """
+        if lr is not None and not 0 <= lr <= HIGHEST_LEARNING_RATE:  # NaN is in no range
+            raise EngineError(f"learning rate {lr:g} is not in [0, {HIGHEST_LEARNING_RATE:g}]")
         self.check(samples)
         result = self._trainer.train(samples, loss, mini_batches=mini_batches, replay=self.replays, lr=lr)
         if self._reference is not None and not result.skipped:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import Field
 
-from vime_service.config import ConfigModel
+from vime_service.config import ConfigModel, Seconds
 from vime_trainer.loop.ports import Commit, Described, Fleet, Member, Ranks, Refused
 from vime_trainer.loop.versions import Version
 
@@ -40,10 +40,10 @@ class PublishConfig(ConfigModel):
     min_engines: int = Field(default=1, ge=1)
     """Engines that must have committed a version for the publish to succeed."""
 
-    engines_timeout_s: float = Field(default=180.0, gt=0)
+    engines_timeout_s: Seconds = 180.0
     """How long to wait for `min_engines` usable engines, those that died and start again included."""
 
-    transfer_timeout_s: float = Field(default=60.0, gt=0)
+    transfer_timeout_s: Seconds = 60.0
     """Longest time for the tensors of one attempt."""
 
     max_attempts: int = Field(default=3, ge=1)
@@ -52,9 +52,13 @@ class PublishConfig(ConfigModel):
     canary_prompts: int = Field(default=4, ge=0)
     """Fixed prompts whose logprobs must agree between trainer and engine after a load. 0 switches the check off."""
 
-    canary_tolerance: float | None = Field(default=None, gt=0)
+    canary_tolerance: float | None = Field(default=None, gt=0, le=100)
     """Largest |logprob difference| on the canary. Unset: what follows from the types that trainer and engine compute
     in; there is no need to set it."""
+
+    def idle(self) -> Mapping[str, str]:
+        """What no canary reads."""
+        return {"canary_tolerance": "canary_prompts = 0"} if self.canary_prompts == 0 else {}
 
 
 class PublishFailed(Exception):

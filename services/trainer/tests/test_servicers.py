@@ -1,0 +1,24 @@
+"""The trainer's RPCs: what is wrong is refused before a rank hears of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+
+from vime.common.v1.trajectory_pb2 import TrajectoryGroup
+from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_service.errors import InvalidArgument
+from vime_trainer.servicers import TrainerServicer
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1e-3, 1e300])
+async def test_a_learning_rate_that_would_ruin_the_weights_is_refused(rate: float) -> None:
+    nothing: Any = cast(Any, None)  # neither trainer nor ranks are asked
+    request = pb.TrainStepRequest(mode_lease_id="m", groups=[TrajectoryGroup()], learning_rate=rate)
+    with pytest.raises(
+        InvalidArgument, match=rf"learning_rate {rate:g} is not in \[0, 1\]".replace("+", r"\+")
+    ) as caught:
+        await TrainerServicer(nothing, nothing, nothing, nothing).TrainStep(request, nothing)
+    assert caught.value.metadata["field"] == "learning_rate"
