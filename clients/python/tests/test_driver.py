@@ -26,8 +26,8 @@ from vime_client.driver.progress import Progress
 from vime_client.driver.run import RunOptions
 from vime_client.driver.run import run as drive
 from vime_client.driver.status import print_status
-from vime_client.launcher.client import is_running, start_supervisor
-from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan
+from vime_client.launcher.client import is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.state import RunState, ServiceState, hold, read_state, write_state
@@ -511,6 +511,31 @@ async def test_every_services_complaint_is_told_in_the_recipes_words(tmp_path: P
     assert "needs the Python package vime_nothere" in caught.value.problems[2]
     assert "pip install vime-nothere" in caught.value.problems[2]
     assert len(caught.value.problems) == 3
+
+
+async def test_no_process_takes_modules_from_the_folder_where_it_is_called(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "called from here"
+    folder.mkdir()
+    (folder / "random.py").write_text("raise ImportError('the folder where it is called')\n")
+    monkeypatch.chdir(folder)
+    run_dir = tmp_path / "runs" / "r"
+    loaded = load_recipe(recipe, ['rewards.strict="reward.py:score"', "tables.eval/heldout.sampling={max_tokens=8}"])
+    plan = write_plan(loaded, recipe.parent, run_dir, "r", choose_ports(service_names(loaded), {}))
+    light = [s for s in plan.services if s.name in ("buffer", "router", "worker-0")]
+    answers = await preflight(plan.model_copy(update={"services": light}), recipe)
+    assert "queue_timeout_s" in answers["router"]
+    # Also what services start: programs of their own with `-m`, as vLLM and torchrun do.
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'this'], check=True); import random, time"
+    (tmp_path / "starter.py").write_text(script + "\nprint('up', random, flush=True)\ntime.sleep(60)\n")
+    argv = [sys.executable, str(tmp_path / "starter.py")]
+    make_plan(run_dir, [ServicePlan(name="a", package="a", argv=argv, log=run_dir / "logs" / "a.log")])
+    (folder / "this.py").write_text("raise ImportError('the folder where it is called')\n")
+    await start_supervisor(run_dir)
+    await wait_until(lambda: "up" in (run_dir / "logs" / "a.log").read_text(), 30)
+    await stop_supervisor(run_dir, 10)
+    assert "folder where" not in (run_dir / "logs" / "a.log").read_text()
 
 
 def step(number: int, reward: float) -> pb.WatchResponse:

@@ -30,6 +30,10 @@ def hang_sleep_exit(sample_index):
         os._exit(3)
     return sample_index
 
+def own_modules():
+    import colorsys, helper              # both lie beside this file; Python has a colorsys, too
+    return helper.VALUE if hasattr(colorsys, "rgb_to_hsv") else 0
+
 def big_power(sample_index):
     if sample_index == 1:
         return (7 ** (7 ** 9)) % 2       # minutes in C-level code
@@ -243,6 +247,22 @@ async def test_arguments_are_passed_by_name_and_integers_keep_all_their_digits(r
         scores = await pool.score(spec(rewards, "wants_more"), {}, '{"label": 7}', samples(1))
         assert scores[0].unscored == "RAISED"
         assert 'asks for "lable"' in scores[0].detail
+
+
+async def test_modules_beside_a_reward_are_found_and_take_the_place_of_none_of_pythons(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rewards.parent / "helper.py").write_text("VALUE = 7")
+    called_from = rewards.parent / "called from here"
+    called_from.mkdir()
+    for folder in (rewards.parent, called_from):
+        for name in ("colorsys.py", "random.py"):
+            (folder / name).write_text("raise ImportError('this folder')")
+    monkeypatch.chdir(called_from)
+    for base in (None, rewards.parent):
+        async with RewardPool(1, 5.0, base) as pool:
+            scores = await pool.score(spec(rewards, "own_modules"), {}, "{}", samples(1))
+            assert scores[0].reward == 7.0, scores[0].detail
 
 
 async def test_exit_in_a_reward_and_prints_do_no_harm(rewards: Path) -> None:

@@ -165,7 +165,7 @@ def inspect(context: typer.Context) -> None:
 
     if importlib.util.find_spec("vime_trainer") is None:
         _end(f"vime inspect needs the package vime-trainer, which {sys.executable} does not have")
-    os.execv(sys.executable, [sys.executable, "-m", "vime_trainer.inspect_cli", *context.args])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "vime_trainer.inspect_cli", *context.args])
 
 
 @app.command()

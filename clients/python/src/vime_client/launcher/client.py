@@ -33,7 +33,7 @@ async def start_supervisor(run_dir: Path) -> None:
     log = run_dir / "logs" / "launcher.log"
     with log.open("ab") as out:
         process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and asyncio's would be killed with its loop
-            [sys.executable, "-m", "vime_client.launcher", str(run_dir)],
+            [sys.executable, "-P", "-m", "vime_client.launcher", str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -46,7 +46,7 @@ async def record_counts(run_dir: Path, buffer_address: str) -> None:
 async def final_report(run_dir: Path) -> None:
     """Write report.html and summary.json from another process: plots need libraries that have no place here."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "vime_client.report", str(run_dir)), stdin=asyncio.subprocess.DEVNULL
+        *(sys.executable, "-P", "-m", "vime_client.report", str(run_dir)), stdin=asyncio.subprocess.DEVNULL
     )
     try:
         code: int | None = await asyncio.wait_for(process.wait(), _REPORT_S)

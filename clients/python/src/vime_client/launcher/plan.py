@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,12 @@ _ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+
+
+def service_env(plan: RunPlan) -> dict[str, str]:
+    """The environment of the services: the plan's, before it the user's. Neither they nor what they start (ranks,
+    engine cores) take modules from the folder where `vime run` is called."""
+    return {**plan.env, **os.environ, "PYTHONSAFEPATH": "1"}
 
 
 def service_names(recipe: Recipe) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 from vime_client.config_loading import ConfigError
-from vime_client.launcher.plan import RunPlan, ServicePlan
+from vime_client.launcher.plan import RunPlan, ServicePlan, service_env
 from vime_client.launcher.process import REAP_S
 
 _SECONDS = 120.0
@@ -36,7 +35,7 @@ async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> tuple[s
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**plan.env, **os.environ},
+        env=service_env(plan),
     )
     try:
         async with asyncio.timeout(_SECONDS):

@@ -16,7 +16,7 @@ from vime_client.errors import RpcError
 from vime_client.launcher.finish import final_report, record_counts, record_versions
 from vime_client.launcher.keeper import GaveUp, Keeper
 from vime_client.launcher.loop_watch import LoopEnd, watch_loop
-from vime_client.launcher.plan import RunPlan
+from vime_client.launcher.plan import RunPlan, service_env
 from vime_client.launcher.probes import Probe
 from vime_client.launcher.process import adopt_orphans, kill_orphans
 from vime_client.launcher.state import ENDED, Phase, RunState, ServiceState, is_held, write_state
@@ -39,7 +39,7 @@ class Supervisor:
         self._plan = plan
         self._run_dir = run_dir
         self._clock = clock or MonotonicClock()
-        env = {**plan.env, **os.environ}
+        env = service_env(plan)
         self._keepers = {s.name: Keeper(s, plan, env, self._clock) for s in plan.services}
         self._probes: dict[str, Probe] = {}
         self._state = RunState(pid=os.getpid(), phase="starting", started=time.time())

@@ -20,7 +20,14 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from vime_client.one_line import one_line, told
-from vime_client.rewards.functions import FunctionError, FunctionSpec, UserFunction, load_function, place_of
+from vime_client.rewards.functions import (
+    FunctionError,
+    FunctionSpec,
+    UserFunction,
+    find_modules_in,
+    load_function,
+    place_of,
+)
 from vime_client.rewards.values import Score, as_score, unscored
 
 _LENGTH = struct.Struct(">I")
@@ -201,8 +208,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's business
     sys.set_int_max_str_digits(0)  # labels keep all their digits
     os.set_inheritable(descriptor, False)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    find_modules_in(folder)
     connection = socket.socket(fileno=descriptor)
     try:
         Child(connection).serve()

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,6 +116,17 @@ def place_of(error: BaseException, file: str) -> str:
     return f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
 
 
+def find_modules_in(folder: str) -> None:
+    """Let `import` find the user's modules in `folder`: before what is installed, and after the standard library, so
+    that a `random.py` there cannot take the place of Python's own in this process."""
+    if folder in sys.path:
+        return
+    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    standard |= {os.path.join(path, "lib-dynload") for path in standard}
+    after = max((place for place, path in enumerate(sys.path) if path in standard), default=-1)
+    sys.path.insert(after + 1, folder)
+
+
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FunctionError(f"reward file {path} does not exist")
@@ -126,8 +138,7 @@ def _load_file(path: Path) -> ModuleType:
         raise FunctionError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:  # helpers beside the file
-        sys.path.insert(0, str(path.parent))
+    find_modules_in(str(path.parent))  # helpers beside the file
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -67,13 +67,13 @@ class RewardProcess:
                 writer  # it is what the event loop knows the socket by: closing only that would leave its number taken
             )
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "vime_client.rewards.child", str(theirs.fileno()), str(os.getpid())),
+                *(sys.executable, "-P", "-m", "vime_client.rewards.child", str(theirs.fileno()), str(os.getpid())),
                 str(folder),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,  # what a reward prints is for the log, never for a program that reads our output
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env=_environment(),
             )
         except (OSError, asyncio.CancelledError):
             end.close()
@@ -126,6 +126,12 @@ class RewardProcess:
             return await asyncio.wait_for(self._process.wait(), 1.0)
         except TimeoutError:
             return None
+
+
+def _environment() -> dict[str, str]:
+    """Ours, but for what keeps the current folder from services: programs that a reward starts may need it."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
 def _exit_text(exit_code: int | None) -> str:

@@ -60,7 +60,7 @@ class RankProcesses:
         self._context = start_processes(
             name="trainer-rank",
             entrypoint=sys.executable,
-            args={r: ("-m", "vime_trainer.rank", "--config", str(self._config_file)) for r in ranks},
+            args={r: ("-P", "-m", "vime_trainer.rank", "--config", str(self._config_file)) for r in ranks},
             envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks},
             logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
         )
