@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from vime_rollout.engine import SamplingSettings
 from vime_rollout.engines.fake import FakeEngine
 from vime_rollout.requests import check_request
+from vime_rollout.sampling_options import OPTIONS
 from vime_service.errors import BadRoutingTrace, InexactSampling, InvalidArgument, PromptTooLong
 
 from .conftest import request_of
@@ -40,7 +43,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompt: int, 
         ({"top_k": 5}, "top_k"),
         ({"extra": {"min_p": 0.1}}, "min_p"),
         ({"extra": {"repetition_penalty": 1.1}}, "repetition_penalty"),
-        ({"extra": {"an_option_of_next_year": 1}}, "an_option_of_next_year"),
     ],
 )
 def test_settings_whose_logprobs_cannot_be_reproduced_are_refused_unless_allowed(
@@ -81,7 +83,29 @@ def test_temperature_and_stops_are_exact() -> None:
         ({"stop": ("",)}, "stop has an empty string"),
         ({"stop_token_ids": (300,)}, "stop_token_ids has id 300"),
         ({"extra": {"n": 4}}, "extra_json sets 'n'"),
-        ({"extra": {"logprobs": 4}}, "extra_json sets 'logprobs'"),
+        ({"extra": {"logprobs": 4}}, "extra_json sets 'logprobs', allowed are: skip_special_tokens, "),
+        ({"extra": {"extra_args": {}}}, "extra_json sets 'extra_args'"),
+        ({"extra": {"output_text_buffer_length": 1e12}}, "extra_json sets 'output_text_buffer_length'"),
+        ({"extra": {"_all_stop_token_ids": [1]}}, "extra_json sets '_all_stop_token_ids'"),
+        ({"extra": {"structured_outputs": {"json_object": True}}}, "extra_json sets 'structured_outputs'"),
+        ({"extra": {"spaces_between_special_tokens": "x"}}, "extra_json sets 'spaces_between_special_tokens'"),
+        ({"extra": {"include_stop_str_in_output": "yes"}}, "include_stop_str_in_output = 'yes', it must be true or f"),
+        ({"extra": {"skip_special_tokens": 5}}, "skip_special_tokens = 5, it must be true or false"),
+        ({"extra": {"min_p": True}}, "min_p = True, it must be a number from 0 to 1"),
+        ({"extra": {"min_p": "0.1"}}, "min_p = '0.1'"),
+        ({"extra": {"presence_penalty": 2.1}}, "presence_penalty = 2.1, it must be a number from -2 to 2"),
+        ({"extra": {"frequency_penalty": float("nan")}}, "frequency_penalty = nan"),
+        ({"extra": {"repetition_penalty": 0}}, "repetition_penalty = 0, it must be a number above 0, up to 10"),
+        ({"extra": {"min_tokens": 9}}, "min_tokens = 9, it must be a whole number from 0 to max_tokens"),
+        ({"extra": {"min_tokens": 1.0}}, r"min_tokens = 1\.0"),
+        ({"extra": {"logit_bias": {"a": 1}}}, "logit_bias = {'a': 1} has 'a', and the vocabulary 260 ids"),
+        ({"extra": {"logit_bias": {"260": 1}}}, "logit_bias = {'260': 1} has 260, and the vocabulary"),
+        ({"extra": {"logit_bias": {"1": "x"}}}, "logit_bias = {'1': 'x'}, it must be an object of at most 1024"),
+        ({"extra": {"logit_bias": [1]}}, r"logit_bias = \[1\], it must be an object"),
+        ({"extra": {"allowed_token_ids": []}}, r"allowed_token_ids = \[\], it must be a list of token ids"),
+        ({"extra": {"allowed_token_ids": [-1]}}, "allowed_token_ids = .* has -1"),
+        ({"extra": {"bad_words": ["\ud83d"]}}, "bad_words = "),
+        ({"extra": {"bad_words": [""]}}, "bad_words = "),
     ],
 )
 def test_a_wrong_field_is_refused_by_name_and_number(changed: dict[str, Any], message: str) -> None:
@@ -94,3 +118,17 @@ def test_a_wrong_field_is_refused_by_name_and_number(changed: dict[str, Any], me
 def test_routes_of_a_dense_model_are_an_error_and_not_an_absence() -> None:
     with pytest.raises(BadRoutingTrace, match="has 0 MoE layers"):
         check_request(request_of("r", [1], return_routes=True), DENSE)
+
+
+def test_an_option_that_is_allowed_reaches_the_engine_in_its_own_type() -> None:
+    extra = {"logit_bias": {"7": -1, "259": 2.5}, "min_p": 0, "min_tokens": 6, "bad_words": ["\n"]}
+    request = request_of("r", [1], extra=extra, require_exact_logprobs=False, resume_token_ids=[1, 2])
+    read = check_request(request, ENGINE).extra
+    assert read == {"logit_bias": {7: -1.0, 259: 2.5}, "min_p": 0.0, "min_tokens": 4, "bad_words": ["\n"]}
+    assert {type(key) for key in read["logit_bias"]} == {int}
+
+
+def test_the_options_of_the_docs_are_those_of_the_code() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (yes|no) \|$", readme, re.MULTILINE)
+    assert rows == [(name, option.says, "yes" if option.exact else "no") for name, option in OPTIONS.items()]

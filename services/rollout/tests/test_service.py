@@ -122,7 +122,16 @@ async def test_every_refusal_has_its_code_and_reason_and_numbers(running: Runnin
         ({"prompt": [999]}, "INVALID_FIELD", "INVALID_ARGUMENT", {"vocab_size": "260"}),
         ({"model_id": "other"}, "NOT_FOUND", "NOT_FOUND", {"name": "other"}),
         ({"adapter_id": "x"}, "NOT_IMPLEMENTED", "UNIMPLEMENTED", {"rpc": "Generate"}),
-        ({"sampling": {"extra_json": "[1]"}}, "INVALID_FIELD", "INVALID_ARGUMENT", {"field": "sampling.extra_json"}),
+        *(
+            ({"sampling": {"extra_json": text}}, "INVALID_FIELD", "INVALID_ARGUMENT", {"field": "sampling.extra_json"})
+            for text in (
+                "[1]",
+                '{"min_p": NaN}',
+                '{"include_stop_str_in_output": "yes"}',
+                '{"bad_words": ' + "[" * 100_000 + "]" * 100_000 + "}",
+                '{"bad_words": ' + "[" * 70 + "]" * 70 + "}",
+            )
+        ),
     ]
     for fields, reason, code, metadata in cases:
         options: dict[str, Any] = dict(fields)
@@ -131,6 +140,15 @@ async def test_every_refusal_has_its_code_and_reason_and_numbers(running: Runnin
         assert error.domain == "rollout.vime"
         for key, value in metadata.items():
             assert value in error.metadata[key]
+    deep = "[" * 100_000 + "]" * 100_000
+    call = trajectory_pb2.ChatMessage(role="assistant", tool_calls_json=deep)
+    for field, chat in (
+        ("chat.tools_json", trajectory_pb2.Chat(tools_json=deep)),
+        ("chat.template_kwargs_json", trajectory_pb2.Chat(template_kwargs_json=f'{{"a": {deep}}}')),
+        ("chat.messages.tool_calls_json", trajectory_pb2.Chat(messages=[call])),
+    ):
+        error = await failure(running.generation.Render(pb.RenderRequest(chat=chat), timeout=5))
+        assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)
     long = pb.ScoreRequest(sequences=[trajectory_pb2.TokenIds(ids=PROMPT)], temperature=0.5)
     assert (await failure(running.generation.Score(long, timeout=5))).metadata["field"] == "temperature"
 

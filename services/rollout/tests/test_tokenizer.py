@@ -81,3 +81,37 @@ def test_tools_and_template_arguments_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ours = HfTokenizer(tokenizer(False, template))
     assert ours.decode(ours.encode_chat(MESSAGES, [tool], {"mode": "x"})) == "1xhi"
+
+
+TALKATIVE = (
+    "{% generation %}{{ bos_token }}{% for m in messages %}{% if loop.index > limit|default(9) %}{% break %}{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% endgeneration %}{% if enable_thinking %}<think>{% endif %}{{ tools|tojson }}"
+)
+
+
+def test_template_arguments_are_data_that_the_template_reads() -> None:
+    ours = HfTokenizer(tokenizer(False, TALKATIVE))
+    assert ours.decode(ours.encode_chat(MESSAGES, None, {"enable_thinking": True})).endswith("<think>null")
+    assert ours.decode(ours.encode_chat(MESSAGES, None, {"limit": 0, "add_generation_prompt": False})) == "<bos>null"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"chat_template": "7{{ 3*3 }}"},
+            "no argument 'chat_template', it has: add_generation_prompt, continue_final_",
+        ),
+        ({"tools": [1]}, "no argument 'tools'"),
+        ({"messages": []}, "no argument 'messages'"),
+        ({"bos_token": "x"}, "no argument 'bos_token'"),
+        ({"tokenizer_kwargs": {}}, "no argument 'tokenizer_kwargs'"),
+        ({"tokenize": True}, "no argument 'tokenize'"),
+        ({"enable_thinkin": True}, "no argument 'enable_thinkin', it has: .*enable_thinking, limit"),
+        ({"add_generation_prompt": "{{ 3*3 }}"}, "must be true or false"),
+        ({"limit": []}, "cannot render these messages"),
+    ],
+)
+def test_other_template_arguments_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HfTokenizer(tokenizer(False, TALKATIVE)).encode_chat(MESSAGES, None, options)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vime_rollout.config import UpdateConfig, VllmConfig
 from vime_rollout.engine import EngineDied, EngineError, PauseMode, WeightsBroken, WeightsRefused
 from vime_rollout.engines.core_watch import CoreWatch
 from vime_rollout.engines.vllm import VllmEngine
+from vime_rollout.sampling_options import OPTIONS
 from vime_rollout.updates import CanaryPrompt
 from vime_rollout.weights import ANY_WEIGHTS
 from vime_service.bulk import FileStaging
@@ -241,6 +243,30 @@ async def test_a_swapped_pair_of_experts_passes_every_digest_and_fails_the_canar
         await stack.publish(2, swapped, canary_of(model_b))
     assert stack.weights.name == "DIRTY"
     await stack.publish(3, model_b.weights, canary_of(model_b))
+
+
+async def test_every_option_that_is_allowed_works(stack: Stack) -> None:
+    """Of the type and in the range that is checked, vLLM's core takes it; others hung it, and with it everybody."""
+    given: dict[str, Any] = {
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": True,
+        "min_tokens": 6,
+        "min_p": 0.1,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "repetition_penalty": 10,
+        "logit_bias": {"45": 100, "319": -100},
+        "allowed_token_ids": [46],
+        "bad_words": ["\n", "a"],
+    }
+    assert given.keys() == OPTIONS.keys()
+    ids = {}
+    for name, value in given.items():
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "extra": {name: value}}
+        (sample,) = await stack.generate(name, prompt_of(20), require_exact_logprobs=False, **options)
+        ids[name] = list(sample.token_ids)
+    assert ids["logit_bias"] == [45] * 6
+    assert ids["allowed_token_ids"] == [46] * 6
 
 
 @pytest.mark.timeout(400)

@@ -24,6 +24,7 @@ from vime_service.bulk.wire import dtype_from_proto, manifest_from_proto, versio
 from vime_service.errors import InvalidArgument, Unimplemented
 
 INLINE_BYTES = 1 << 20
+MAX_JSON_DEPTH = 64
 
 _FINISH = {
     FinishReason.STOP: trajectory_pb2.FINISH_REASON_STOP,
@@ -165,12 +166,29 @@ def seconds_in(message: Duration, default: float) -> float:
 
 def _json(field: str, text: str, kind: type) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise InvalidArgument(f"{field} is not JSON: {error}", field=field) from error
+    except RecursionError:
+        raise InvalidArgument(f"{field} is nested too deeply", field=field) from None
     if not isinstance(value, kind):
         raise InvalidArgument(f"{field} is a JSON {type(value).__name__}, not a {kind.__name__}", field=field)
+    if _depth_of(value) > MAX_JSON_DEPTH:
+        raise InvalidArgument(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels", field=field)
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth_of(value: Any) -> int:
+    """Levels of lists and objects; without recursion, which what it looks for would break."""
+    depth, level = 0, [value]
+    while level := [entry for entry in level if isinstance(entry, dict | list)]:
+        depth += 1
+        level = [inner for entry in level for inner in (entry.values() if isinstance(entry, dict) else entry)]
+    return depth
 
 
 # ---------------------------------------------------------------- to the wire

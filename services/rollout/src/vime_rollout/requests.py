@@ -7,37 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vime_rollout.engine import EngineDescription, SamplingSettings
+from vime_rollout.sampling_options import OPTIONS, Bounds, read_options
 from vime_rollout.weights import ANY_WEIGHTS, Fence
 from vime_service.errors import BadRoutingTrace, InexactSampling, InvalidArgument, PromptTooLong
 
 MAX_SAMPLES = 1024
 MAX_SEED = 2**64 - 1
-
-# Engine options that this service sets itself, from fields of the request.
-OWNED_OPTIONS = frozenset(
-    {
-        "n",
-        "seed",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "prompt_logprobs",
-        "flat_logprobs",
-        "logprob_token_ids",
-        "detokenize",
-        "output_kind",
-        "stream_interval",
-        "skip_clone",
-        "routed_experts_prompt_start",
-    }
-)
-# Engine options that leave the sampled distribution as the trainer computes it. All others count as inexact.
-EXACT_OPTIONS = frozenset(["skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +62,13 @@ def check_request(request: GenerationRequest, engine: EngineDescription) -> Samp
     check_routes(request.return_routes, engine)
     sampling = request.sampling
     _check_sampling(sampling, engine)
+    extra = read_options(sampling.extra, Bounds(engine.vocab_size, sampling.max_tokens))
     if request.require_exact_logprobs:
         _check_exact(sampling)
-    return replace(sampling, max_tokens=_budget(request, engine))
+    budget = _budget(request, engine)
+    if "min_tokens" in extra:  # the engine counts from here on, and its budget may have been cut
+        extra["min_tokens"] = min(max(0, extra["min_tokens"] - len(request.resume_token_ids)), budget)
+    return replace(sampling, max_tokens=budget, extra=extra)
 
 
 def check_routes(wanted: bool, engine: EngineDescription) -> None:
@@ -137,9 +116,6 @@ def _check_sampling(sampling: SamplingSettings, engine: EngineDescription) -> No
         raise InvalidArgument("stop has an empty string", field="stop")
     if sampling.stop_token_ids:
         check_ids("stop_token_ids", sampling.stop_token_ids, engine.vocab_size)
-    owned = sorted(OWNED_OPTIONS & sampling.extra.keys())
-    if owned:
-        raise InvalidArgument(f"extra_json sets {owned[0]!r}, which has a field of its own", field="extra_json")
 
 
 def _check_exact(sampling: SamplingSettings) -> None:
@@ -148,7 +124,7 @@ def _check_exact(sampling: SamplingSettings) -> None:
         wrong.append(("top_p", sampling.top_p))
     if sampling.top_k:
         wrong.append(("top_k", sampling.top_k))
-    wrong += [(name, value) for name, value in sampling.extra.items() if name not in EXACT_OPTIONS]
+    wrong += [(name, value) for name, value in sampling.extra.items() if not OPTIONS[name].exact]
     if wrong:
         name, value = wrong[0]
         raise InexactSampling(

@@ -39,6 +39,7 @@ from vime_rollout.engine import (
     WeightsBroken,
     WeightsRefused,
 )
+from vime_rollout.sampling_options import OPTIONS
 from vime_service.bulk import BulkError, Manifest
 from vime_service.bulk.buckets import unpack, verify
 from vime_service.bulk.staging import map_file
@@ -161,8 +162,7 @@ class FakeEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `Engine.generate`."""
-        known = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "min_p"}
-        unknown = sorted(request.sampling.extra.keys() - known)
+        unknown = sorted(request.sampling.extra.keys() - OPTIONS.keys())
         if unknown:
             raise RequestRefused(f"unknown sampling option {unknown[0]!r}")
         run = self._runs[request.request_id] = _Run()

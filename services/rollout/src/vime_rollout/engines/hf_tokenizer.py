@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import xxhash
+
+_FLAGS = frozenset({"add_generation_prompt", "continue_final_message"})
+# What a template reads and no caller sets: the call itself, what Transformers adds, and the template.
+_OURS = frozenset({"messages", "tools", "chat_template", "raise_exception", "strftime_now"})
 
 
 class HfTokenizer:
@@ -26,16 +31,44 @@ class HfTokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:
         """See `Tokenizer.encode_chat`."""
-        from jinja2 import TemplateError
-
-        arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         if not self._template():
             raise ValueError("the tokenizer has no chat template")
+        unknown = sorted(options.keys() - self._arguments)
+        if unknown:
+            known = ", ".join(sorted(self._arguments))
+            raise ValueError(f"the chat template has no argument {unknown[0][:64]!r}, it has: {known}")
+        wrong = [name for name in _FLAGS & options.keys() if not isinstance(options[name], bool)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {repr(options[wrong[0]])[:64]}, it must be true or false")
+        arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tools=tools or None, **arguments)
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program that came with the model: it raises what it likes
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         return self.encode_text(text)
+
+    @cached_property
+    def _arguments(self) -> frozenset[str]:
+        """What a caller may pass: data that the template reads, never what decides which template is rendered."""
+        from jinja2 import TemplateError, meta
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """Transformers' own tag: around what the model says."""
+
+            tags = {"generation"}  # noqa: RUF012  as Jinja declares it
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        parser = ImmutableSandboxedEnvironment(extensions=[Generation, loopcontrols])
+        try:
+            read = meta.find_undeclared_variables(parser.parse(self._template()))
+        except TemplateError as error:
+            raise ValueError(f"the chat template is none: {error}") from error
+        return frozenset(read - _OURS - self._tokenizer.special_tokens_map.keys()) | _FLAGS
 
     def chat_template_digest(self) -> str:
         """See `Tokenizer.chat_template_digest`."""
