@@ -62,3 +62,11 @@ async def test_tables_are_read_page_by_page() -> None:
 
     async with serving(Pages()) as address, BufferClient(address) as client:
         assert list(await client.tables()) == ["eval/0", "eval/1", "eval/2"]
+
+
+async def test_the_fake_gives_up_at_once_what_can_never_be_generated() -> None:
+    buffer = FakeBuffer([{"prompt": "x"}])
+    async with serving(buffer) as address, BufferClient(address) as client:
+        (lease,) = (await client.lease_prompts("me", 1, 1.0))[:1]
+        await client.fail(lease.lease.lease_id, pb.FAILURE_CLASS_INVALID, "too long")
+    assert buffer.given_up == ["train-0"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vime_buffer import quarantine
-from vime_buffer.values import Blocked, ModelLimits, Outcome, Unusable
+from vime_buffer import catalog, leases, quarantine
+from vime_buffer.testing import table, write_prompts
+from vime_buffer.values import Blocked, Failure, ModelLimits, Outcome, Unusable
 from vime_service.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -111,13 +112,13 @@ def test_a_restart_of_either_side_never_serves_it_again(make_desk):
     desk = make_desk()
     desk.begin()
     desk.train(1)
-    leases = desk.lease().leases
-    for lease in leases:
+    made = desk.lease().leases
+    for lease in made:
         desk.insert(lease)
     bad, good = ids(desk.batch(2))
     desk.quarantine(2, bad)
     with pytest.raises(LeaseLost):  # nor can its worker bring it back
-        desk.insert(leases[0])
+        desk.insert(made[0])
     desk.close()
     desk = make_desk()
     desk.begin(1)
@@ -204,3 +205,46 @@ def test_the_model_is_kept_with_the_run(make_desk):
     assert desk.ledger.model == model
     desk.begin()
     assert desk.ledger.model is None
+
+
+def test_a_group_whose_payload_is_damaged_leaves_its_batch_like_any_other(make_desk, ledger_dir):
+    desk = make_desk()
+    desk.begin()
+    first, _ = filled(desk)
+    (segment,) = (ledger_dir / "ledger" / "segments").glob("*.seg")
+    segment.write_bytes(segment.read_bytes().replace(first.encode(), b"?" * len(first)))
+    desk.quarantine(1, first, detail="CORRUPTED")
+    assert [(row.group_id, row.kept) for row in listed(desk)[0]] == [(first, False)]
+    (lease,) = desk.lease().leases
+    desk.insert(lease)
+    assert len(desk.batch(1).groups) == 2
+
+
+def test_a_place_that_is_made_again_may_fail_like_any_prompt_and_is_not_waited_for_then(make_desk):
+    desk = make_desk(max_attempts=2)
+    desk.begin()
+    first, second = filled(desk)
+    desk.quarantine(1, first)
+    (lease,) = desk.lease().leases
+    assert desk.call(lambda ledger: leases.fail_prompt(ledger, lease.lease_id, Failure.GENERATION, ""))
+    assert ids(desk.batch(1)) == [second]
+    desk.complete(1)
+
+
+def test_tables_that_take_turns_keep_their_steps(make_desk, ledger_dir):
+    """A batch of which nothing is left, between one of its own table and one of another that is leased ahead."""
+    sft = table(write_prompts(ledger_dir / "sft.jsonl", 10, first=50), name="sft", max_staleness=1)
+    desk = make_desk(max_attempts=1, max_staleness=1)
+    desk.call(lambda ledger: catalog.configure_tables(ledger, [sft]))
+    desk.begin()
+    for lease in desk.lease(100, ["train", "sft"]).leases:
+        desk.insert(lease)
+    first = ids(desk.batch(1))
+    ahead = ids(desk.batch(2, "sft"))
+    desk.quarantine(1, *first)
+    again = ids(desk.batch(1))
+    assert len(again) == 2
+    assert not set(again) & set(first)
+    assert ids(desk.batch(2, "sft")) == ahead
+    desk.complete(1)
+    desk.complete(2, table_name="sft")

@@ -245,7 +245,7 @@ def test_a_token_outside_of_the_vocabulary_is_named(field, count, token):
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused_with_both_numbers():
-    error = refusal(LengthMismatch, KNOWN, sample(response=4, routes=trace(7)))
+    error = refusal(InvalidArgument, KNOWN, sample(response=4, routes=trace(7)))
     assert "8 prompt and response tokens; the model takes at most 7" in error.message
 
 

@@ -130,10 +130,10 @@ def _check_tokens(sample: SampleContent, model: ModelLimits, where: str) -> None
     """What the model cannot have read or said."""
     total = sample.prompt_tokens + sample.response_tokens
     if 0 < model.max_model_len < total:
-        raise LengthMismatch(
+        raise InvalidArgument(
             f"{where} has {total} prompt and response tokens; the model takes at most {model.max_model_len}",
             field=where,
-            expected=model.max_model_len,
+            limit=model.max_model_len,
             actual=total,
         )
     if model.vocab_size == 0:

@@ -167,7 +167,8 @@ class FakeBuffer(prompt_service_pb2_grpc.PromptServiceServicer, table_service_pb
         if group_id is None:
             await refuse(context, grpc.StatusCode.ABORTED, f"lease {request.lease_id} is gone", "LEASE_LOST")
         self.failures.append((group_id, request.failure, request.detail))
-        return pb.FailPromptResponse(given_up=self._requeue(group_id))
+        last = request.failure == pb.FAILURE_CLASS_INVALID
+        return pb.FailPromptResponse(given_up=self._requeue(group_id, last=last))
 
     async def ListTables(
         self, request: table_service_pb2.ListTablesRequest, context: _Context
@@ -201,11 +202,11 @@ class FakeBuffer(prompt_service_pb2_grpc.PromptServiceServicer, table_service_pb
         lease.ttl.FromNanoseconds(int(self._ttl_s * 1e9))
         return lease
 
-    def _requeue(self, group_id: str) -> bool:
+    def _requeue(self, group_id: str, *, last: bool = False) -> bool:
         """Next attempt, or the end; True if given up."""
         entry = self._entries[group_id]
         entry.attempt += 1
-        over = entry.attempt >= self._max_attempts
+        over = last or entry.attempt >= self._max_attempts
         if over:
             self.given_up.append(group_id)
         else:
