@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from vime.common.v1.trajectory_pb2 import TrajectoryGroup
+from vime.common.v1.trajectory_pb2 import Sample, TrajectoryGroup
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_service.errors import InvalidArgument
 from vime_trainer.servicers import TrainerServicer
@@ -22,3 +22,11 @@ async def test_a_learning_rate_that_would_ruin_the_weights_is_refused(rate: floa
     ) as caught:
         await TrainerServicer(nothing, nothing, nothing, nothing).TrainStep(request, nothing)
     assert caught.value.metadata["field"] == "learning_rate"
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+async def test_scoring_at_a_temperature_without_a_distribution_is_refused(temperature: float) -> None:
+    nothing: Any = cast(Any, None)
+    request = pb.ScoreSamplesRequest(samples=[Sample(response_token_ids=[1])], temperature=temperature)
+    with pytest.raises(InvalidArgument, match=r"temperature .* gives no distribution"):
+        await TrainerServicer(nothing, nothing, nothing, nothing).ScoreSamples(request, nothing)

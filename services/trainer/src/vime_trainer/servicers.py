@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -105,6 +106,12 @@ class TrainerServicer(TrainerServiceServicer):
     async def ScoreSamples(self, request: pb.ScoreSamplesRequest, context: Any) -> pb.ScoreSamplesResponse:
         """Logprobs under the trainer's weights."""
         temperature = request.temperature if request.HasField("temperature") else 1.0
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise InvalidArgument(
+                f"temperature {temperature:g} gives no distribution: it must be finite and above 0 (unset means 1)",
+                field="temperature",
+                actual=temperature,
+            )
         if not request.samples:
             raise InvalidArgument("samples is empty: nothing to score", field="samples")
         try:

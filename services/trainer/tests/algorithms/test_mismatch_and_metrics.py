@@ -49,10 +49,10 @@ def test_identical_logprobs_give_exactly_no_mismatch():
 
 
 def test_classes_split_the_mismatch_and_an_absent_class_has_no_value():
-    classes = {"same_version": torch.tensor([True, False]), "older": torch.tensor([False, False])}
+    classes = {"_same_version": torch.tensor([True, False]), "_older": torch.tensor([False, False])}
     metrics = values(mismatch_by_class(TRAIN, ROLLOUT, MASK, classes))
-    assert metrics["train_rollout_logprob_abs_diff/same_version"] == pytest.approx(0.35)
-    assert metrics["mismatch_kl/older"] is None
+    assert metrics["train_rollout_logprob_abs_diff_same_version"] == pytest.approx(0.35)
+    assert metrics["mismatch_kl_older"] is None
 
 
 def test_metrics_add_over_micro_batches_and_survive_packing():

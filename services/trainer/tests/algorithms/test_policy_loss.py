@@ -32,23 +32,23 @@ def one_token(ratio, advantage, config, **columns):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    ("ratio", "advantage", "loss", "gradient", "clipped", "lower"),
     [
-        (1.0, 2.0, -2.0, -2.0, 0),  # on policy: −A, gradient −A
-        (1.1, 1.0, -1.1, -1.1, 0),
-        (1.5, 1.0, -1.28, 0.0, 1),  # above 1 + ε_hi: no more reward, no gradient
-        (1.5, -1.0, 1.5, 1.5, 0),  # too likely and bad: full gradient
-        (0.5, 1.0, -0.5, -0.5, 0),  # too unlikely and good: full gradient
-        (0.5, -1.0, 0.8, 0.0, 1),
-        (9.0, -1.0, 3.0, 0.0, 1),  # dual clip: at most −cA
+        (1.0, 2.0, -2.0, -2.0, 0, 0),  # on policy: −A, gradient −A
+        (1.1, 1.0, -1.1, -1.1, 0, 0),
+        (1.5, 1.0, -1.28, 0.0, 1, 0),  # above 1 + ε_hi: no more reward, no gradient
+        (1.5, -1.0, 1.5, 1.5, 0, 0),  # too likely and bad: full gradient
+        (0.5, 1.0, -0.5, -0.5, 0, 0),  # too unlikely and good: full gradient
+        (0.5, -1.0, 0.8, 0.0, 1, 0),
+        (9.0, -1.0, 3.0, 0.0, 0, 1),  # dual clip: at most −cA; the field counts it apart
     ],
 )
-def test_the_clip_by_hand_in_every_region(ratio, advantage, loss, gradient, clipped):
+def test_the_clip_by_hand_in_every_region(ratio, advantage, loss, gradient, clipped, lower):
     config = PolicyLossConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0)
     got_loss, got_gradient, metrics = one_token(ratio, advantage, config)
     assert got_loss == pytest.approx(loss)
     assert got_gradient == pytest.approx(gradient)
-    assert metrics["pg_clipfrac"] == clipped
+    assert (metrics["pg_clipfrac"], metrics["pg_clipfrac_lower"]) == (clipped, lower)
     assert metrics["ppo_kl"] == pytest.approx(-math.log(ratio))
     assert metrics["ois"] == pytest.approx(ratio)
 

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "three, unsharded": {"lengths": [7, 1, 4], "distributed": False},
     "one": {"lengths": [3]},
     "all on rank 0": {"lengths": [2, 5, 3], "spread": False},
+    "three mini-batches": {"lengths": [1, 2, 3, 4, 5, 6, 7], "mini_batches": 3, "budget": 4096},
     "forked": {"lengths": [1, 2, 3, 4, 5, 6, 7], "reducer": "sequence_mean", "forked": True, "budget": 4096},
 }
 TRAIN = """
@@ -30,8 +31,8 @@ def train(case):
     engine = Engine.from_hf(names["model"], EngineConfig(micro_batch_tokens=case["budget"], optimizer=optimizer))
 
     def sample(i, n):
-        trajectory = f"t{i // 2}" if case["forked"] else ""
-        return make_sample(4, n, seed=i, advantages=per_token(float(i + 1), n), trajectory_id=trajectory)
+        fork = {"trajectory_id": f"t{i % 2}", "group_place": i // 4, "group_id": f"h{i // 4}"} if case["forked"] else {}
+        return make_sample(4, n, seed=i, advantages=per_token(float(i + 1), n), **fork)
 
     batch = [sample(i, n) for i, n in enumerate(case["lengths"])]
     mine = batch[rank::world] if case["spread"] else (batch if rank == 0 else [])
@@ -63,7 +64,8 @@ def test_two_ranks_give_the_loss_gradient_and_weights_of_one(
     results: tuple[dict[str, Any], list[dict[str, Any]]], name: str
 ) -> None:
     one, (first, second) = results[0][name], (rank[name] for rank in results[1])
-    everything = [[f"g{i}", i] for i in range(len(CASES[name]["lengths"]))]
+    group = "h{0}" if CASES[name].get("forked") else "g{1}"
+    everything = [[group.format(i // 4, i), i] for i in range(len(CASES[name]["lengths"]))]
     assert sorted(first["trained"] + second["trained"]) == everything == sorted(one["trained"])
     assert first["steps"] == second["steps"]
     assert first["sums"] == second["sums"]

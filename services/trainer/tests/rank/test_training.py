@@ -12,7 +12,7 @@ import torch
 from vime.common.v1 import trajectory_pb2
 from vime.common.v1.trajectory_pb2 import Prompt, Sample, SamplingParams, TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
-from vime_trainer.algorithm_config import AlgorithmConfig, critic_config, needs_reference
+from vime_trainer.algorithm_config import AlgorithmConfig, CorrectionSettings, critic_config, needs_reference
 from vime_trainer.engine.config import CriticConfig, EngineConfig, OptimizerConfig
 from vime_trainer.engine.engine import Engine
 from vime_trainer.rank.training import BatchTraining
@@ -225,3 +225,61 @@ def test_a_rate_given_with_the_step_is_that_of_this_step_alone(model: Path) -> N
     assert 0 < moved[0] < 2e-6
     assert moved[1] > 1e-3
     assert held.lr == 3e-3
+
+
+def test_rewards_that_overflow_skip_the_step_and_the_next_one_trains(model: Path) -> None:
+    held = engine(model, AlgorithmConfig())
+    training = BatchTraining(held, AlgorithmConfig())
+    groups, before = batch(), weights(held)
+    for sample in groups[0].samples[1:]:
+        sample.reward = 1e308
+    result = run(training, groups, texts=12)
+    assert result.skipped
+    assert not result.trained_samples
+    assert not changed(before, held)
+    assert result.metrics["rollout/non_finite_advantages"] == 4
+    assert len(run(training, batch()).trained_samples) == 12
+
+
+@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+def test_what_stands_at_a_masked_position_of_the_engines_logprobs_reaches_nothing(
+    model: Path, use_rollout_logprobs: bool
+) -> None:
+    algorithm = AlgorithmConfig(
+        use_rollout_logprobs=use_rollout_logprobs,
+        mini_batches=2,
+        correction=CorrectionSettings() if use_rollout_logprobs else CorrectionSettings(kind="mis", renormalize=True),
+    )
+    results = []
+    for placeholder in (0.0, float("nan")):
+        groups = batch()
+        for sample in groups[1].samples:
+            sample.loss_mask.extend([True, False, True, True, False])
+            sample.rollout_logprobs[1] = sample.rollout_logprobs[4] = placeholder
+        found = run(BatchTraining(engine(model, algorithm), algorithm), groups)
+        assert not found.skipped
+        results.append({name: x for name, x in found.metrics.items() if not name.startswith("perf/")})
+    assert results[0] == results[1]
+
+
+def test_the_likelihood_of_demonstrations_knows_neither_reward_nor_temperature(model: Path) -> None:
+    algorithm = AlgorithmConfig(objective="sft")
+    results = []
+    for temperature in (1.0, 0.5):
+        groups = batch(0, logprobs=False)
+        for group in groups:
+            group.sampling.temperature = temperature
+            for sample in group.samples[2:] if temperature != 1 else []:
+                sample.ClearField("reward")
+        results.append(run(BatchTraining(engine(model, algorithm), algorithm), groups))
+    assert results[0].metrics["train/loss"] == results[1].metrics["train/loss"]
+    assert len(results[1].trained_samples) == 12
+
+
+def test_a_sample_without_a_token_to_train_on_is_no_trained_sample(model: Path) -> None:
+    algorithm = AlgorithmConfig(mask_truncated=True)
+    groups = batch()
+    groups[0].samples[0].status = trajectory_pb2.SAMPLE_STATUS_TRUNCATED
+    trained = run(BatchTraining(engine(model, algorithm), algorithm), groups).trained_samples
+    assert len(trained) == 11
+    assert "g0#0" not in trained

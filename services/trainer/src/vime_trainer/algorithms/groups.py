@@ -63,10 +63,14 @@ def group_statistics(
 
     count_G = total_G(torch.ones_like(reward_J))
     mean_G = total_G(reward_J) / count_G.clamp(min=1)
-    variance_G = total_G((reward_J - mean_G[member_J]) ** 2) / (count_G - 1).clamp(min=1)
+    squares_G = total_G((reward_J - mean_G[member_J]) ** 2)
     high_G = _extreme(reward_J, member_J, groups.size)
     low_G = -_extreme((-reward_J).masked_fill(~scored_J, -torch.inf), member_J, groups.size)
     equal_G = (count_G <= 1) | (high_G == low_G)
+    # A spread that overflows is not known: NaN makes the step one that is skipped, while a std of inf would make every
+    # advantage 0.
+    variance_G = squares_G.masked_fill(torch.isinf(squares_G), torch.nan).masked_fill(equal_G, 0.0)
+    variance_G = variance_G / (count_G - 1).clamp(min=1)
 
     ids_B = groups.ids_B
     return GroupStatistics(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from vime_trainer.algorithms.ranks import Reduce
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,28 @@ def index_of(keys: Sequence[Hashable] | Tensor, universe: Sequence[Hashable] | N
 def each_alone(samples: int, device: torch.device) -> Index:
     """Every sample its own member: the default when no trajectory forked."""
     return Index(torch.arange(samples, device=device), samples)
+
+
+def trajectory_key(place: int, trajectory_id: Hashable, sample: Hashable) -> tuple[int, str, Hashable]:
+    """What the samples of one trajectory share: the place of their group in the batch, and the id they forked under.
+
+    Ids are the group's own: two groups may both have a `t0`. A sample without an id (None or "") stands alone, under
+    a key that no id can equal.
+    """
+    alone = trajectory_id is None or trajectory_id == ""
+    return (place, "alone", sample) if alone else (place, "forked", trajectory_id)
+
+
+def digest(key: Hashable) -> int:
+    """63 bits that stand for `key`, the same in every process. Keys are told apart by their `repr`."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def global_index(keys: Sequence[Hashable], reduce: Reduce, device: torch.device | None = None) -> Index:
+    """The `Index` of this rank's keys where no rank knows those of the others. Every rank must call it.
+
+    Ranks exchange digests, so no object is unpickled from the wire.
+    """
+    own_B = torch.tensor([digest(key) for key in keys], dtype=torch.int64, device=device)
+    everywhere_J = torch.unique(torch.cat(reduce.gather(own_B)))  # sorted: the same on every rank
+    return Index(torch.searchsorted(everywhere_J, own_B), everywhere_J.numel())

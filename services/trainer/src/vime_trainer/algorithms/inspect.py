@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vime_trainer.algorithms.advantages import Advantages, compute_advantages
-from vime_trainer.algorithms.decisions import drop_truncated
 from vime_trainer.algorithms.groups import group_statistics
 from vime_trainer.algorithms.inspect_format import Document, read_document
 from vime_trainer.algorithms.losses import (
@@ -59,7 +58,7 @@ def inspect_loss(data: Any) -> dict[str, Any]:
 
 
 def _advantages(document: Document) -> Advantages:
-    """As each rank computes its own, put back in the order of the file; truncated samples masked afterwards."""
+    """As each rank computes its own, put back in the order of the file."""
     inputs = document.inputs
     rows_R = [_rows([b for micro in rank for b in micro]) for rank in document.split]
 
@@ -70,8 +69,6 @@ def _advantages(document: Document) -> Advantages:
     back = torch.argsort(torch.cat(rows_R))
     returns = [part.returns_BT for part in parts if part.returns_BT is not None]
     mask_BT = torch.cat([part.loss_mask_BT for part in parts])[back]
-    if document.settings.drop_truncated:
-        mask_BT = drop_truncated(mask_BT, document.truncated_B)
     return Advantages(
         advantages_BT=torch.cat([part.advantages_BT for part in parts])[back].to(document.settings.dtype),
         loss_mask_BT=mask_BT,

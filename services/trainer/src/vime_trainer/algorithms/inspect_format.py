@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -18,11 +18,13 @@ from vime_trainer.algorithms.advantages import AdvantageConfig, AdvantageInputs
 from vime_trainer.algorithms.decisions import (
     RewardConfig,
     SoftOverlong,
+    drop_truncated,
     parse_rewards,
     shape_rewards,
     soft_overlong_penalty,
+    trajectory_lengths,
 )
-from vime_trainer.algorithms.index import index_of
+from vime_trainer.algorithms.index import index_of, trajectory_key
 from vime_trainer.algorithms.losses import (
     CorrectionConfig,
     Head,
@@ -76,7 +78,6 @@ class Document:
     settings: InspectSettings
     raw_rewards_B: Tensor
     unscored_reasons: dict[int, str]
-    truncated_B: Tensor
     inputs: AdvantageInputs
     columns: dict[str, Tensor]
     head: Head | None
@@ -86,8 +87,9 @@ class Document:
         if "logprobs" not in self.columns:
             raise ValueError("no trajectory has logprobs, the current policy's; the loss needs them")
         names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
-        given = {f"{name}_BT": self.columns[name] for name in names if name in self.columns}
-        return PolicyBatch(self.columns["logprobs"], advantages_BT, loss_mask_BT, head=self.head, **given)
+        given = {"old_logprobs": self.columns["logprobs"]} | self.columns  # the first step on the batch
+        columns = {f"{name}_BT": given[name] for name in names if name in given}
+        return PolicyBatch(self.columns["logprobs"], advantages_BT, loss_mask_BT, head=self.head, **columns)
 
 
 def read_document(data: Any) -> Document:
@@ -103,11 +105,14 @@ def read_document(data: Any) -> Document:
     repeated = next((name for name, count in Counter(ids).items() if count > 1), None)
     if repeated is not None:
         raise ValueError(f"trajectory {repeated!r}: the id occurs {ids.count(repeated)} times")
-    _check_siblings(rows)
     lengths = [len(row["response_token_ids"]) for row in rows]
     columns = _columns(rows, lengths, settings.dtype)
     raw = parse_rewards([row.get("reward") for row in rows])
-    truncated_B = torch.tensor([row.get("finish_reason") == "length" for row in rows])
+    trajectories = _trajectories(rows)
+    _check_siblings(rows, trajectories, raw.rewards_B)
+    mask_BT = columns["loss_mask"]
+    if settings.drop_truncated:
+        mask_BT = drop_truncated(mask_BT, torch.tensor([row.get("finish_reason") == "length" for row in rows]))
     return Document(
         ids=ids,
         lengths=lengths,
@@ -116,8 +121,7 @@ def read_document(data: Any) -> Document:
         settings=settings,
         raw_rewards_B=raw.rewards_B,
         unscored_reasons=raw.reasons,
-        truncated_B=truncated_B,
-        inputs=_inputs(rows, columns, _shaped(raw.rewards_B, lengths, settings)),
+        inputs=_inputs(rows, columns, trajectories, _shaped(raw.rewards_B, trajectories, lengths, settings), mask_BT),
         columns=columns,
         head=_head(rows, max(lengths), settings.dtype),
     )
@@ -187,6 +191,9 @@ def _check_row(row: Any, place: int) -> None:
     for key in ("id", "group_id", "response_token_ids"):
         if key not in row:
             raise ValueError(f"trajectory {row.get('id', f'number {place}')!r} has no {key}")
+    for key in ("group_id", "trajectory_id"):
+        if not isinstance(row.get(key), str | int | float | None):
+            raise ValueError(f"trajectory {row['id']!r}: {key} must be a string or a number, not {row[key]!r}")
     _check_numbers(row["response_token_ids"], f"trajectory {row['id']!r}: response_token_ids")
     length = len(row["response_token_ids"])
     for name in (name for name in TOKEN_COLUMNS if row.get(name) is not None):
@@ -268,37 +275,45 @@ def _head_side(row: Mapping[str, Any], side: str) -> list[list[float]]:
     return entries
 
 
-def _shaped(raw_B: Tensor, lengths: list[int], settings: InspectSettings) -> Tensor:
+def _shaped(raw_B: Tensor, trajectories: Sequence[Hashable], lengths: list[int], settings: InspectSettings) -> Tensor:
     overlong = settings.soft_overlong
-    penalty_B = None if overlong is None else soft_overlong_penalty(torch.tensor(lengths), overlong)
+    longest = torch.tensor(trajectory_lengths(trajectories, lengths))
+    penalty_B = None if overlong is None else soft_overlong_penalty(longest, overlong)
     return shape_rewards(raw_B, settings.reward, penalty_B)
 
 
-def _trajectory(row: Mapping[str, Any]) -> tuple[str, Any]:
-    """What siblings share: the trajectory they forked from. Without one the sample stands alone."""
-    return ("alone", row["id"]) if row.get("trajectory_id") is None else ("forked", row["trajectory_id"])
+def _trajectories(rows: Sequence[Mapping[str, Any]]) -> list[Hashable]:
+    """What siblings share, as in the trainer: the place of their group and the trajectory they forked from."""
+    places = index_of([row["group_id"] for row in rows]).ids_B.tolist()
+    return [trajectory_key(place, row.get("trajectory_id"), row["id"]) for place, row in zip(places, rows, strict=True)]
 
 
-def _check_siblings(rows: Sequence[Mapping[str, Any]]) -> None:
-    first: dict[tuple[str, Any], Mapping[str, Any]] = {}
-    for row in rows:
-        sibling = first.setdefault(_trajectory(row), row)
-        for key in ("group_id", "reward"):
-            if row.get(key) != sibling.get(key):
-                raise ValueError(
-                    f"{row['id']!r} and {sibling['id']!r} forked from trajectory {row['trajectory_id']!r} but have "
-                    f"{key} {row.get(key)!r} and {sibling.get(key)!r}"
-                )
+def _check_siblings(rows: Sequence[Mapping[str, Any]], trajectories: Sequence[Hashable], rewards_B: Tensor) -> None:
+    first: dict[Hashable, int] = {}
+    for b, trajectory in enumerate(trajectories):
+        sibling = first.setdefault(trajectory, b)
+        mine, its = float(rewards_B[b]), float(rewards_B[sibling])
+        if mine != its and not (math.isnan(mine) and math.isnan(its)):
+            raise ValueError(
+                f"{rows[b]['id']!r} and {rows[sibling]['id']!r} forked from trajectory {rows[b]['trajectory_id']!r} "
+                f"but have reward {rows[b].get('reward')!r} and {rows[sibling].get('reward')!r}"
+            )
 
 
-def _inputs(rows: Sequence[Mapping[str, Any]], columns: dict[str, Tensor], rewards_B: Tensor) -> AdvantageInputs:
+def _inputs(
+    rows: Sequence[Mapping[str, Any]],
+    columns: dict[str, Tensor],
+    trajectories: Sequence[Hashable],
+    rewards_B: Tensor,
+    loss_mask_BT: Tensor,
+) -> AdvantageInputs:
     """`old_logprobs` defaults to the current ones (the first step), `old_values` to `values`."""
     old = columns.get("old_logprobs", columns.get("logprobs"))
     return AdvantageInputs(
         rewards_B=rewards_B,
-        loss_mask_BT=columns["loss_mask"],
+        loss_mask_BT=loss_mask_BT,
         groups=index_of([row["group_id"] for row in rows]),
-        trajectories=index_of([_trajectory(row) for row in rows]),
+        trajectories=index_of(trajectories),
         old_logprobs_BT=old,
         ref_logprobs_BT=columns.get("ref_logprobs"),
         teacher_logprobs_BT=columns.get("teacher_logprobs"),

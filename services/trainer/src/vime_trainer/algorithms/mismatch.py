@@ -62,14 +62,15 @@ def mismatch_by_class(
     loss_mask_BT: Tensor,
     classes: Mapping[str, Tensor],
 ) -> Metrics:
-    """`train_rollout_logprob_abs_diff/<class>` and `mismatch_kl/<class>` for each bool [B] (or [B, T]) selection.
+    """`train_rollout_logprob_abs_diff<class>` and `mismatch_kl<class>` (over tokens) for each bool [B] (or [B, T])
+    selection.
 
     Used to tell the engine's own mismatch (one version, staleness 0) from off-policy drift (older, several versions).
     """
     metrics: Metrics = {}
     for name, chosen in classes.items():
         chosen_BT = as_bool(loss_mask_BT) & (chosen if chosen.ndim == 2 else chosen[:, None])
-        found = mismatch_metrics(train_logprobs_BT, rollout_logprobs_BT, chosen_BT)
+        found = mismatch_metrics(train_logprobs_BT, rollout_logprobs_BT, chosen_BT, over_tokens=True)
         for metric in ("train_rollout_logprob_abs_diff", "mismatch_kl"):
-            metrics[f"{metric}/{name}"] = found[metric]
+            metrics[f"{metric}{name}"] = found[metric]
     return metrics

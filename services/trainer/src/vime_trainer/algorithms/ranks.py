@@ -1,7 +1,7 @@
-"""Sums and maxima over data-parallel ranks, as two functions that the caller hands in.
+"""Sums, maxima and lists over data-parallel ranks, as functions that the caller hands in.
 
-The library knows no process group: `LOCAL` says "this tensor is the whole batch"; a trainer hands in two
-all-reduces; tests and the looking glass run ranks as threads (`simulate`). Every rank must make the same calls,
+The library knows no process group: `LOCAL` says "this tensor is the whole batch"; a trainer hands in its
+collectives; tests and the looking glass run ranks as threads (`simulate`). Every rank must make the same calls,
 also one that holds no samples.
 """
 
@@ -17,18 +17,27 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+Combined = TypeVar("Combined")
 
 
 def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _alone(x: Tensor) -> list[Tensor]:
+    return [x]
+
+
 @dataclass(frozen=True)
 class Reduce:
-    """Element-wise sum and maximum over ranks; each returns the result on every rank and may work in place."""
+    """Element-wise sum and maximum over ranks; each returns the result on every rank and may work in place.
+
+    `gather`: every rank's 1-D tensor, whatever its length, in the order of the ranks.
+    """
 
     sum: Callable[[Tensor], Tensor] = _same
     max: Callable[[Tensor], Tensor] = _same
+    gather: Callable[[Tensor], list[Tensor]] = _alone
 
 
 LOCAL = Reduce()
@@ -42,10 +51,10 @@ def simulate(ranks: int, work: Callable[[int, Reduce], Result], timeout_s: float
     barrier = threading.Barrier(ranks, timeout=timeout_s)
     slots: list[Tensor] = [torch.empty(0)] * ranks
 
-    def meet(rank: int, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+    def meet(rank: int, x: Tensor, combine: Callable[[list[Tensor]], Combined]) -> Combined:
         slots[rank] = x
         barrier.wait()
-        combined = combine(torch.stack(slots))
+        combined = combine(list(slots))
         barrier.wait()  # nobody may overwrite a slot that another still reads
         return combined
 
@@ -53,8 +62,9 @@ def simulate(ranks: int, work: Callable[[int, Reduce], Result], timeout_s: float
         return work(
             rank,
             Reduce(
-                sum=lambda x: meet(rank, x, lambda slots_R: slots_R.sum(0)),
-                max=lambda x: meet(rank, x, lambda slots_R: slots_R.amax(0)),
+                sum=lambda x: meet(rank, x, lambda slots: torch.stack(slots).sum(0)),
+                max=lambda x: meet(rank, x, lambda slots: torch.stack(slots).amax(0)),
+                gather=lambda x: meet(rank, x, list),
             ),
         )
 

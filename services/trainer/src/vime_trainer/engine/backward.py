@@ -38,15 +38,15 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Updates:
-    """A series of optimizer steps; the same on every rank."""
+    """A series of optimizer steps; the same on every rank but for `trained`."""
 
     metrics: dict[str, float | None]
     """The loss's metrics over the global batch, by its names.
 
-    A metric that is a sum is the mean over optimizer steps.
+    A metric that is a sum is the mean over the mini-batches that have a token to train on.
     """
     loss: float
-    """Global loss, mean over the optimizer steps. Not finite if one was skipped for it."""
+    """Global loss, mean over the same mini-batches; 0 if there is none. Not finite if a step was skipped for it."""
     grad_norm: float
     """Largest global norm before clipping among the optimizer steps.
 
@@ -58,6 +58,9 @@ class Updates:
     """Optimizer steps that changed the weights."""
     steps_skipped: int
     """Optimizer steps left out: loss or gradient not finite, or no token to train on."""
+    trained: list[tuple[str, int]]
+    """(group_id, sample_index) of each of this rank's samples that changed the weights: it has a token to train on, and
+    a step on it was taken."""
 
     @property
     def skipped(self) -> bool:
@@ -112,21 +115,27 @@ def accumulate(
     return Accumulated(float(all_reduce_sum(total).item()), merge(metrics for _, metrics in parts))
 
 
-def updates_of(
-    outcomes: Sequence[OptimizerOutcome], mini_batches: Sequence[Accumulated], device: torch.device
+def train_in_parts(
+    samples: Sequence[Sample],
+    parts: Sequence[list[int]],
+    train: Callable[[list[int]], tuple[Accumulated, OptimizerOutcome]],
+    device: torch.device,
 ) -> Updates:
-    """Sum up optimizer steps and what they were taken on. Collective."""
-    count = len(mini_batches)
+    """One optimizer step after the other, on the samples at each part's positions; what came of them. Collective."""
+    done = [train(part) for part in parts]
+    count = max(1, sum(not outcome.empty for _, outcome in done))
     local = {
         name: Metric(m.total / count) if m.count is None else m
-        for name, m in merge(mini.metrics for mini in mini_batches).items()
+        for name, m in merge(mini.metrics for mini, _ in done).items()
     }
-    norms = [outcome.grad_norm for outcome in outcomes]
+    norms = [outcome.grad_norm for _, outcome in done]
+    taken = {i for part, (_, outcome) in zip(parts, done, strict=True) for i in part if not outcome.skipped}
     return Updates(
         metrics=values(unpack(all_reduce_sum(pack(local).to(device)).cpu(), local)),
-        loss=sum(mini.loss for mini in mini_batches) / count,
+        loss=sum(mini.loss for mini, _ in done) / count,
         grad_norm=next((n for n in norms if not math.isfinite(n)), max(norms)),
-        lr=outcomes[-1].lr,
-        steps_taken=sum(not outcome.skipped for outcome in outcomes),
-        steps_skipped=sum(outcome.skipped for outcome in outcomes),
+        lr=done[-1][1].lr,
+        steps_taken=sum(not outcome.skipped for _, outcome in done),
+        steps_skipped=sum(outcome.skipped for _, outcome in done),
+        trained=[(s.group_id, s.sample_index) for i, s in enumerate(samples) if i in taken and bool(s.loss_mask.any())],
     )

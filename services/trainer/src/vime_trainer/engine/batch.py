@@ -115,3 +115,8 @@ def response_column(values: Sequence[torch.Tensor], device: torch.device) -> tor
     if not values:
         return torch.zeros(0, 1, device=device)
     return pad_sequence(list(values), batch_first=True).to(device)
+
+
+def rows_of(positions: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Positions as an index tensor, int64 on `device`."""
+    return torch.tensor(positions, dtype=torch.int64, device=device)

@@ -187,7 +187,7 @@ class EngineConfig(ConfigModel):
     """Intra-op threads of this rank. On CPU results are bit-identical only for one and the same number."""
 
     seed: int = 0
-    """Seed of Megatron's and torch's generators."""
+    """Seed of Megatron's and torch's generators, and of the cut into mini-batches. Unset: the run's."""
 
     collective_timeout_s: Seconds = 300.0
     """A collective that takes longer is an error: some rank died or hangs."""

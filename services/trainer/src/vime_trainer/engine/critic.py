@@ -13,26 +13,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.losses import LossOutput, ValueBatch, ValueLossConfig, value_loss
-from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.algorithms.reducers import denominators
 from vime_trainer.engine import hf, model, optimizer_state
-from vime_trainer.engine.backward import Accumulated, Updates, accumulate, connect, updates_of
-from vime_trainer.engine.batch import MicroBatch, response_column
+from vime_trainer.engine.backward import Accumulated, Updates, accumulate, connect, train_in_parts
+from vime_trainer.engine.batch import MicroBatch, response_column, rows_of
 from vime_trainer.engine.config import CriticConfig, EngineConfig
-from vime_trainer.engine.distributed import all_reduce_max, all_reduce_sum
+from vime_trainer.engine.distributed import GLOBAL, all_reduce_max
 from vime_trainer.engine.errors import CheckpointError, EngineError
 from vime_trainer.engine.forward import Forward
 from vime_trainer.engine.optimizer import OptimizerOutcome, Updater, build_optimizer
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.shape import ModelShape
-from vime_trainer.engine.step import check_mini_batches, chunks
-from vime_trainer.engine.trajectories import global_trajectories
+from vime_trainer.engine.trajectories import cut, global_trajectories
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "critic.safetensors"
-_GLOBAL = Reduce(sum=all_reduce_sum, max=all_reduce_max)
 
 
 class ValueHead(nn.Module):
@@ -79,7 +77,7 @@ class Critic:
         device: torch.device,
     ) -> None:
         config = config.model_copy(update={"optimizer": settings.optimizer})
-        self._settings = settings
+        self._settings, self._seed = settings, config.seed
         self._module = build_critic(path, shape, config, device)
         wrapped = model.wrap_model(self._module, config)
         self._updater = Updater(build_optimizer(wrapped, config), config)
@@ -116,14 +114,21 @@ class Critic:
         A step whose loss or gradient is not finite changes nothing and is counted. Raises ValueError for a sample
         without values or returns.
         """
-        check_mini_batches(self._settings.mini_batches)
-        outcomes: list[OptimizerOutcome] = []
-        done: list[Accumulated] = []
-        for part in chunks(len(samples), self._settings.mini_batches) * self._settings.epochs:
-            mini = _MiniBatch(self._forward.device, samples[part], config)
-            done.append(accumulate(self._forward, self._updater, samples[part], mini.share, replay=False))
-            outcomes.append(self._updater.apply(done[-1].loss, empty=mini.empty))
-        updates = updates_of(outcomes, done, self._forward.device)
+        trajectories = global_trajectories(samples, GLOBAL, self._forward.device)
+
+        def train(part: list[int]) -> tuple[Accumulated, OptimizerOutcome]:
+            chosen = [samples[i] for i in part]
+            mini = _MiniBatch(
+                self._forward.device, chosen, trajectories.rows(rows_of(part, self._forward.device)), config
+            )
+            made = accumulate(self._forward, self._updater, chosen, mini.share, replay=False)
+            return made, self._updater.apply(made.loss, empty=mini.empty)
+
+        parts: list[list[int]] = []
+        for epoch in range(self._settings.epochs):
+            seed = f"critic/{self._seed}/{self._updater.steps_taken}/{epoch}"
+            parts += cut(samples, trajectories, self._settings.mini_batches, seed, GLOBAL)
+        updates = train_in_parts(samples, parts, train, self._forward.device)
         self._batches += not updates.skipped
         return updates
 
@@ -167,10 +172,12 @@ class Critic:
 class _MiniBatch:
     """The value loss of one mini-batch, micro-batch by micro-batch."""
 
-    def __init__(self, device: torch.device, samples: Sequence[Sample], config: ValueLossConfig) -> None:
+    def __init__(
+        self, device: torch.device, samples: Sequence[Sample], trajectories: Index, config: ValueLossConfig
+    ) -> None:
         self._device, self._samples, self._config = device, samples, config
         mask = response_column([s.loss_mask.bool() for s in samples], device)
-        self._counts = denominators(mask, global_trajectories(samples, device), _GLOBAL)
+        self._counts = denominators(mask, trajectories, GLOBAL)
         self.empty = self._counts.empty
 
     def share(self, micro: MicroBatch, output: torch.Tensor) -> LossOutput:
@@ -182,8 +189,7 @@ class _MiniBatch:
             returns_BT=response_column([_given(s, "returns") for s in chosen], self._device),
             loss_mask_BT=response_column([s.loss_mask.bool() for s in chosen], self._device),
         )
-        rows = torch.tensor(micro.rows, dtype=torch.int64, device=self._device)
-        return value_loss(batch, self._config, self._counts.rows(rows))
+        return value_loss(batch, self._config, self._counts.rows(rows_of(micro.rows, self._device)))
 
 
 def _given(sample: Sample, field: str) -> torch.Tensor:

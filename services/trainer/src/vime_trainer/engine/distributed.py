@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from vime_service.bulk import Deadline
 from vime_service.bulk.gloo import open_store
+from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.engine.config import EngineConfig
 from vime_trainer.engine.errors import PeerFailed, UnsupportedLayoutError
 
@@ -118,6 +119,26 @@ def _all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tens
         dist.all_reduce(there, op=op, group=group)
         values.copy_(there)
     return values
+
+
+def all_gather(values: torch.Tensor) -> list[torch.Tensor]:
+    """Each data-parallel rank's 1-D tensor of integers, in order; lengths may differ."""
+    ranks = data_parallel_size()
+    if ranks == 1:
+        return [values]
+    own = torch.zeros(ranks, dtype=torch.int64)
+    own[data_parallel_rank()] = values.numel()
+    lengths = all_reduce_max(own).tolist()
+    # One row per rank, of which each fills its own: what is shorter stays the smallest number, and is cut off again.
+    rows = torch.full(
+        (ranks, max(1, *lengths)), torch.iinfo(values.dtype).min, dtype=values.dtype, device=values.device
+    )
+    rows[data_parallel_rank(), : values.numel()] = values
+    return [row[:length] for row, length in zip(all_reduce_max(rows), lengths, strict=True)]
+
+
+GLOBAL = Reduce(sum=all_reduce_sum, max=all_reduce_max, gather=all_gather)
+"""The data-parallel ranks, in the library's form."""
 
 
 def barrier() -> None:

@@ -58,7 +58,7 @@ class Engine:
         self._updater = Updater(build_optimizer(wrapped, config), config)
         replay = RoutingReplay(module, self._shape, config.recompute) if self._shape.is_moe else None
         self._forward = Forward(wrapped, self._shape, replay, self._device, config.micro_batch_tokens)
-        self._trainer = Trainer(self._forward, self._updater)
+        self._trainer = Trainer(self._forward, self._updater, config.seed)
         # After the policy: what it draws for its head must not change the policy's numbers.
         self.critic = None if critic is None else Critic(path, self._shape, config, critic, self._device)
         parts = [part for part in (self.critic, self._reference) if part is not None]
@@ -110,10 +110,11 @@ class Engine:
     ) -> StepResult:
         """Train on one batch in `mini_batches` optimizer steps; `objective.PolicyLoss(config)` is the usual `loss`.
 
-        `loss` gets each micro-batch with the denominators of the global mini-batch. Where samples lack `old_logprobs`,
-        they are those of the weights before this call. `lr` replaces the schedule's rate, this once. A step whose loss
-        or gradient is not finite changes nothing and is counted. Raises SampleError, RoutingTraceError or (for a rate
-        that is none) EngineError before anything is run.
+        The seed cuts the global batch into mini-batches, the same on any number of ranks. `loss` gets each micro-batch
+        with the denominators of the global mini-batch. Where samples lack `old_logprobs`, they are those of the weights
+        before this call. `lr` replaces the schedule's rate, this once. A step whose loss or gradient is not finite
+        changes nothing and is counted. Raises SampleError, RoutingTraceError or (for a rate that is none) EngineError
+        before anything is run.
         """
         if lr is not None and not 0 <= lr <= HIGHEST_LEARNING_RATE:  # NaN is in no range
             raise EngineError(f"learning rate {lr:g} is not in [0, {HIGHEST_LEARNING_RATE:g}]")
@@ -129,7 +130,7 @@ class Engine:
 
     def sft_step(self, demonstrations: Sequence[Demonstration]) -> StepResult:
         """One optimizer step on demonstrations, token mean over the global batch. Routes are the model's own."""
-        samples = as_samples(demonstrations)
+        samples = as_samples(demonstrations, distributed.data_parallel_rank(), distributed.data_parallel_size())
         self._check(samples, needs_trace=False)
         return self._trainer.train(samples, SupervisedLoss(), mini_batches=1, replay=False)
 

@@ -28,7 +28,7 @@ class Loss(Protocol):
     def needs_entropy_gradient(self) -> bool:
         """True if the loss is differentiated through the entropy."""
 
-    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+    def counts(self, batch: PolicyBatch, trajectories: Index, reduce: Reduce) -> Denominators:
         """Denominators of the global mini-batch from each rank's whole share. `batch.logprobs_BT` holds zeros."""
 
     def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
@@ -56,7 +56,7 @@ class PolicyLoss:
         """Whether there is an entropy bonus."""
         return self.config.entropy_coef != 0
 
-    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+    def counts(self, batch: PolicyBatch, trajectories: Index, reduce: Reduce) -> Denominators:
         """`batch_denominators` of the library."""
         return batch_denominators(batch, self.config, trajectories, reduce)
 
@@ -74,7 +74,7 @@ class SupervisedLoss:
     needs_old_logprobs: bool = False
     needs_entropy_gradient: bool = False
 
-    def counts(self, batch: PolicyBatch, trajectories: Index | None, reduce: Reduce) -> Denominators:
+    def counts(self, batch: PolicyBatch, trajectories: Index, reduce: Reduce) -> Denominators:
         """Counts of the mask alone."""
         return denominators(batch.loss_mask_BT, trajectories, reduce)
 

@@ -27,6 +27,8 @@ class OptimizerOutcome:
     """Learning rate that was (or would have been) used."""
     skipped: bool
     """Nothing was changed: no weight, no moment, no schedule."""
+    empty: bool = False
+    """Skipped because there was no token to train on."""
 
 
 def build_optimizer(model: DistributedDataParallel, config: EngineConfig) -> MegatronOptimizer:
@@ -102,7 +104,7 @@ class Updater:
         bad = empty or found_inf or not (math.isfinite(norm) and math.isfinite(loss))
         anywhere = all_reduce_max(torch.tensor([float(bad)], device=_device_of(self.optimizer)))
         if bool(anywhere.item()):
-            return OptimizerOutcome(norm, lr, skipped=True)
+            return OptimizerOutcome(norm, lr, skipped=True, empty=empty)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

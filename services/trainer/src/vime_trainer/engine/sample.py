@@ -1,16 +1,19 @@
 """One sample as the trainer sees it, checked once on the way in."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 
+from vime_trainer.algorithms.index import trajectory_key
 from vime_trainer.engine.errors import RoutingTraceError, SampleError
 from vime_trainer.engine.shape import ModelShape
 
 # Engines round; a probability may come out a hair above one.
 LOGPROB_SLACK = 1e-4
-_LOGPROBS = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
+_COLUMNS = ("rollout_logprobs", "loss_mask", "advantages", "old_logprobs", "reference_logprobs", "teacher_logprobs",
+            "values", "returns")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Sample:
     response_token_ids: torch.Tensor
     """int64 [response], exactly the sampled ids."""
     rollout_logprobs: torch.Tensor
-    """float32 [response]: of the distribution that was sampled from."""
+    """float32 [response]: of the distribution that was sampled from; anything where the mask is False."""
     loss_mask: torch.Tensor
     """bool [response]: tokens that are trained on."""
     advantages: torch.Tensor
@@ -35,7 +38,10 @@ class Sample:
     sample_index: int
     """Index within the group."""
     trajectory_id: str = ""
-    """Samples of one trajectory share one weight in sequence-mean; empty: the sample is a trajectory of its own."""
+    """Samples of a group that forked from one trajectory share it, and one weight in sequence-mean; empty: the sample
+    is a trajectory of its own."""
+    group_place: int = 0
+    """Place of the group in the global batch; tells groups apart, whatever their ids."""
     temperature: float = 1.0
     """Temperature of the sampling; the trainer divides its logits by the same."""
     routed_experts: torch.Tensor | None = None
@@ -61,24 +67,24 @@ class Sample:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise SampleError(f"{self.name}: temperature {self.temperature} gives no distribution to train on")
         wanted = self.response_token_ids.numel()
-        for label in ("loss_mask", "advantages", *_LOGPROBS, "values", "returns"):
+        for label in _COLUMNS:
             value: torch.Tensor | None = getattr(self, label)
             if value is not None and tuple(value.shape) != (wanted,):
                 raise SampleError(f"{self.name}: {wanted} response tokens but {label} has shape {tuple(value.shape)}")
-        for label in _LOGPROBS:
-            self._check_logprobs(label, getattr(self, label))
-        if not bool(torch.isfinite(self.advantages).all()):
-            raise SampleError(f"{self.name}: advantages hold a value that is not finite")
+        self._check_logprobs()
         if self.routed_experts is not None:
             self._check_trace(self.routed_experts)
 
-    def _check_logprobs(self, label: str, values: torch.Tensor | None) -> None:
-        if values is None:
-            return
-        bad = ~torch.isfinite(values) | (values > LOGPROB_SLACK)
+    def _check_logprobs(self) -> None:
+        """The engine's alone: whatever else is not finite was computed here, and makes the step one that is skipped and
+        counted. What is masked reaches nothing, so anything may stand there."""
+        values = self.rollout_logprobs
+        bad = (~torch.isfinite(values) | (values > LOGPROB_SLACK)) & self.loss_mask.bool()
         if bool(bad.any()):
             at = int(bad.nonzero()[0])
-            raise SampleError(f"{self.name}: {label}[{at}] = {float(values[at])} is not the logarithm of a probability")
+            raise SampleError(
+                f"{self.name}: rollout_logprobs[{at}] = {float(values[at])} is not the logarithm of a probability"
+            )
 
     def _check_trace(self, trace: torch.Tensor) -> None:
         if trace.dim() != 3:
@@ -92,6 +98,11 @@ class Sample:
     def name(self) -> str:
         """group/index, for messages."""
         return f"sample {self.group_id}/{self.sample_index}"
+
+    @property
+    def trajectory(self) -> tuple[int, str, Hashable]:
+        """What the samples of one trajectory share, and no others."""
+        return trajectory_key(self.group_place, self.trajectory_id, self.sample_index)
 
     @property
     def consumed(self) -> int:

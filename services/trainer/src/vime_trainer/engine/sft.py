@@ -18,8 +18,8 @@ class Demonstration:
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
 
-    def as_sample(self, index: int) -> Sample:
-        """The first token as prompt, the rest as response; no rollout, no routes."""
+    def as_sample(self, index: int, place: int) -> Sample:
+        """The first token as prompt, the rest as response; no rollout, no routes. `place`: in the global batch."""
         if self.token_ids.shape != self.loss_mask.shape or self.token_ids.dim() != 1:
             shapes = tuple(self.token_ids.shape), tuple(self.loss_mask.shape)
             raise ValueError(f"demonstration {index}: token ids {shapes[0]}, loss mask {shapes[1]}")
@@ -32,9 +32,10 @@ class Demonstration:
             advantages=torch.ones(response.numel()),
             group_id=f"sft-{index}",
             sample_index=0,
+            group_place=place,
         )
 
 
-def as_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """Samples in the order of the demonstrations."""
-    return [d.as_sample(i) for i, d in enumerate(demonstrations)]
+def as_samples(demonstrations: Sequence[Demonstration], rank: int = 0, ranks: int = 1) -> list[Sample]:
+    """Samples in the order of the demonstrations, which are those of one of `ranks` ranks."""
+    return [d.as_sample(i, i * ranks + rank) for i, d in enumerate(demonstrations)]

@@ -3,31 +3,26 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
+from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.losses import LossOutput, PolicyBatch
-from vime_trainer.algorithms.ranks import Reduce
-from vime_trainer.engine.backward import Accumulated, Updates, accumulate, connect, updates_of
-from vime_trainer.engine.batch import MicroBatch, response_column
-from vime_trainer.engine.distributed import all_reduce_max, all_reduce_sum
+from vime_trainer.engine.backward import Accumulated, Updates, accumulate, connect, train_in_parts
+from vime_trainer.engine.batch import MicroBatch, response_column, rows_of
+from vime_trainer.engine.distributed import GLOBAL, all_reduce_max
 from vime_trainer.engine.forward import Forward, per_sample
 from vime_trainer.engine.logprobs import token_entropy, token_logprobs
 from vime_trainer.engine.objective import Loss
 from vime_trainer.engine.optimizer import OptimizerOutcome, Updater
 from vime_trainer.engine.sample import Sample
-from vime_trainer.engine.trajectories import global_trajectories
-
-GLOBAL = Reduce(sum=all_reduce_sum, max=all_reduce_max)
+from vime_trainer.engine.trajectories import cut, global_trajectories
 
 
 @dataclass(frozen=True)
 class StepResult(Updates):
     """What one call trained. `trained` and `logprobs` are this rank's; everything else is the same on every rank."""
 
-    trained: list[tuple[str, int]] = field(default_factory=list)
-    """(group_id, sample_index) of every sample that went through the loss."""
     logprobs: list[torch.Tensor] = field(default_factory=list)
     """float32 [response] per sample: the policy's, at the moment when the sample's mini-batch came up."""
 
@@ -35,8 +30,8 @@ class StepResult(Updates):
 class Trainer:
     """Trains one wrapped model batch by batch."""
 
-    def __init__(self, forward: Forward, updater: Updater) -> None:
-        self._forward, self._updater = forward, updater
+    def __init__(self, forward: Forward, updater: Updater, seed: int) -> None:
+        self._forward, self._updater, self._seed = forward, updater, seed
         connect(forward, updater)
 
     def train(
@@ -44,20 +39,26 @@ class Trainer:
     ) -> StepResult:
         """Train on this rank's `samples` in `mini_batches` optimizer steps, at the schedule's rate or at `lr`.
 
-        Every rank calls it, also without samples.
+        The global batch is shuffled by the run's seed and the steps taken, see `trajectories.cut`. Every rank calls it,
+        also without samples.
         """
-        check_mini_batches(mini_batches)
+        trajectories = global_trajectories(samples, GLOBAL, self._forward.device)
+        seed = f"policy/{self._seed}/{self._updater.steps_taken}"
+        parts = cut(samples, trajectories, mini_batches, seed, GLOBAL)
         old = self._old_logprobs(samples, loss, mini_batches, replay)
-        outcomes: list[OptimizerOutcome] = []
-        done: list[Accumulated] = []
-        seen: list[torch.Tensor] = []
-        for part in chunks(len(samples), mini_batches):
-            mini = _MiniBatch(self._forward, samples[part], None if old is None else old[part], loss)
-            done.append(accumulate(self._forward, self._updater, samples[part], mini.share, replay=replay))
-            outcomes.append(self._updater.apply(done[-1].loss, empty=mini.empty, lr=lr))
-            seen += mini.logprobs
-        updates = updates_of(outcomes, done, self._forward.device)
-        return StepResult(**vars(updates), trained=[(s.group_id, s.sample_index) for s in samples], logprobs=seen)
+        seen: dict[int, torch.Tensor] = {}
+
+        def train(part: list[int]) -> tuple[Accumulated, OptimizerOutcome]:
+            chosen = [samples[i] for i in part]
+            mine = trajectories.rows(rows_of(part, self._forward.device))
+            mini = _MiniBatch(self._forward, chosen, mine, None if old is None else [old[i] for i in part], loss)
+            made = accumulate(self._forward, self._updater, chosen, mini.share, replay=replay)
+            outcome = self._updater.apply(made.loss, empty=mini.empty, lr=lr)
+            seen.update(zip(part, mini.logprobs, strict=True))
+            return made, outcome
+
+        updates = train_in_parts(samples, parts, train, self._forward.device)
+        return StepResult(**vars(updates), logprobs=[seen[i] for i in range(len(samples))])
 
     def _old_logprobs(
         self, samples: Sequence[Sample], loss: Loss, mini_batches: int, replay: bool
@@ -76,12 +77,17 @@ class _MiniBatch:
     """The policy loss of one mini-batch, micro-batch by micro-batch, and the logprobs seen on the way."""
 
     def __init__(
-        self, forward: Forward, samples: Sequence[Sample], old: Sequence[torch.Tensor] | None, loss: Loss
+        self,
+        forward: Forward,
+        samples: Sequence[Sample],
+        trajectories: Index,
+        old: Sequence[torch.Tensor] | None,
+        loss: Loss,
     ) -> None:
         self._device, self._samples, self._old, self._loss = forward.device, samples, old, loss
         lacking = torch.tensor([float(any(s.reference_logprobs is None for s in samples))], device=self._device)
         self._has_reference = not bool(all_reduce_max(lacking).item())
-        self._counts = loss.counts(self._whole_batch(), global_trajectories(samples, self._device), GLOBAL)
+        self._counts = loss.counts(self._whole_batch(), trajectories, GLOBAL)
         self.empty = self._counts.empty
         self._seen: dict[int, torch.Tensor] = {}
 
@@ -96,8 +102,8 @@ class _MiniBatch:
             entropy = micro.response(token_entropy(logits, micro.temperatures))
         logprobs = micro.response(token_logprobs(logits, micro.targets, micro.temperatures))
         self._seen |= per_sample(micro, logprobs)
-        chosen = torch.tensor(micro.rows, dtype=torch.int64, device=self._device)
-        return self._loss.share(self._policy_batch(micro.rows, logprobs, entropy), self._counts.rows(chosen))
+        counts = self._counts.rows(rows_of(micro.rows, self._device))
+        return self._loss.share(self._policy_batch(micro.rows, logprobs, entropy), counts)
 
     def _whole_batch(self) -> PolicyBatch:
         lengths = [s.response_token_ids.numel() for s in self._samples]
@@ -117,15 +123,3 @@ class _MiniBatch:
             ref_logprobs_BT=response_column(reference, device) if self._has_reference else None,
             entropy_BT=entropy,
         )
-
-
-def check_mini_batches(mini_batches: int) -> None:
-    """Raises ValueError below 1."""
-    if mini_batches < 1:
-        raise ValueError(f"mini_batches = {mini_batches} must be at least 1")
-
-
-def chunks(count: int, parts: int) -> list[slice]:
-    """`parts` contiguous slices that cover `count` items, sizes within one of each other; some may be empty."""
-    edges = [count * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]

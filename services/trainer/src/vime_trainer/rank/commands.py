@@ -53,6 +53,8 @@ class Commands:
             "keep_reference": needs_reference(algorithm),
             "reference_refresh_interval": algorithm.reference_refresh_interval,
         }
+        if "seed" not in settings.engine.model_fields_set:
+            changes["seed"] = settings.seed
         if algorithm.objective == "sft":
             changes["routing_replay"] = False  # a demonstration was not generated, so it has no routes
         config = settings.engine.model_copy(update=changes)
@@ -83,7 +85,7 @@ class Commands:
         if command.replay:
             for sample in command.samples:
                 check_routes(sample, self.engine.model_shape)
-        samples = [bare_sample(sample, command.temperature or 1.0) for sample in command.samples]
+        samples = [bare_sample(sample, command.temperature) for sample in command.samples]
         scored = self.engine.score(samples, replay=command.replay)
         return pb.ScoreResult(scores=[SampleLogprobs(logprobs=logprobs.tolist()) for logprobs in scored])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,13 +17,14 @@ from vime_trainer.adapters.protos import enum_name
 from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_overlong
 from vime_trainer.algorithms.advantages import AdvantageInputs, Advantages
 from vime_trainer.algorithms.advantages.compute import compute_advantages
-from vime_trainer.algorithms.decisions import soft_overlong_penalty
+from vime_trainer.algorithms.decisions import soft_overlong_penalty, trajectory_lengths
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.engine.sample import Sample
+from vime_trainer.engine.trajectories import global_trajectories
 
 _ROUTE_DTYPES = {tensor_pb2.DTYPE_UINT8: np.uint8, tensor_pb2.DTYPE_UINT16: np.uint16}
-_FINISHED = (trajectory_pb2.SAMPLE_STATUS_COMPLETED, trajectory_pb2.SAMPLE_STATUS_TRUNCATED)
+FINISHED = (trajectory_pb2.SAMPLE_STATUS_COMPLETED, trajectory_pb2.SAMPLE_STATUS_TRUNCATED)
 
 
 class GroupError(ValueError):
@@ -42,16 +43,31 @@ class Share:
     """Samples that cannot be trained, by name, with the reason."""
     all_protos: list[SampleProto]
     """Every sample of the share, for counts."""
+    unscored: list[str]
+    """Those of them, by name, that lack a reward that is a number, and should have one."""
 
     @property
     def rewards(self) -> list[float]:
-        """Raw rewards of `samples`."""
-        return [proto.reward for proto in self.protos]
+        """Raw rewards of `samples`; NaN for a demonstration without one."""
+        return [proto.reward if is_scored(proto) else math.nan for proto in self.protos]
+
+    @property
+    def first_of_each(self) -> list[int]:
+        """Positions in `samples` of the first sample of each trajectory, to count what belongs to the trajectory."""
+        first: dict[Hashable, int] = {}
+        for row, sample in enumerate(self.samples):
+            first.setdefault(sample.trajectory, row)
+        return list(first.values())
 
 
 def name_of(sample: SampleProto) -> str:
     """`<group_id>#<sample_index>`."""
     return f"{sample.group_id}#{sample.sample_index}"
+
+
+def is_scored(sample: SampleProto) -> bool:
+    """Whether it has a reward that is a number; a missing one is never 0."""
+    return sample.HasField("reward") and math.isfinite(sample.reward)
 
 
 def select(groups: Sequence[TrajectoryGroup], places: Sequence[int], config: AlgorithmConfig) -> Share:
@@ -61,33 +77,52 @@ def select(groups: Sequence[TrajectoryGroup], places: Sequence[int], config: Alg
         groups: whole groups, so that their statistics are complete here.
         places: position of each group in the batch, the same numbering on every rank.
         config: masks and the choice of old logprobs.
+
+    Raises GroupError for a group whose samples contradict each other, SampleError or RoutingTraceError for a sample
+    that contradicts itself.
     """
-    share = Share([], [], [], {}, [sample for group in groups for sample in group.samples])
+    every = [sample for group in groups for sample in group.samples]
+    unscored = [] if config.objective == "sft" else [name_of(sample) for sample in every if not is_scored(sample)]
+    share = Share([], [], [], {}, every, unscored)
     for place, group in zip(places, groups, strict=True):
-        for proto in group.samples:
-            why = _unusable(proto)
-            if why:
-                share.left_out[name_of(proto)] = why
-                continue
-            share.samples.append(_sample(group, proto, config))
+        reasons = [_unusable(proto, config) for proto in group.samples]
+        usable = [proto for proto, why in zip(group.samples, reasons, strict=True) if not why]
+        share.left_out.update({name_of(proto): why for proto, why in zip(group.samples, reasons, strict=True) if why})
+        if config.objective != "sft":  # which reads no reward
+            _check_forks(group.group_id, usable)
+        for proto in usable:
+            share.samples.append(_sample(group, place, proto, config))
             share.protos.append(proto)
             share.places.append(place)
     return share
 
 
+def _check_forks(group_id: str, protos: Sequence[SampleProto]) -> None:
+    """Samples that forked from one trajectory are judged as one."""
+    first: dict[str, SampleProto] = {}
+    for proto in protos:
+        sibling = first.setdefault(proto.trajectory_id, proto) if proto.trajectory_id else proto
+        if proto.reward != sibling.reward:
+            raise GroupError(
+                f"group {group_id}: samples {sibling.sample_index} and {proto.sample_index} forked from trajectory "
+                f"{proto.trajectory_id!r} but have rewards {sibling.reward} and {proto.reward}"
+            )
+
+
 def with_advantages(
     share: Share, batch_groups: int, config: AlgorithmConfig, reduce: Reduce
 ) -> tuple[list[Sample], Advantages]:
-    """The share's samples with their advantages, by group, in float64; before any truncation filter.
+    """The share's samples with their advantages, by group, in float64.
 
-    Reads the samples' old, reference and teacher logprobs and values where they are set; with values, samples get
-    their `returns` too.
+    The statistics of a group count every scored trajectory, also one that is cut off and masked; whitening is over the
+    tokens that are trained. Reads the samples' old, reference and teacher logprobs and values where they are set; with
+    values, samples get their `returns` too.
     """
     inputs = AdvantageInputs(
         rewards_B=shaped_rewards(share, config),
-        loss_mask_BT=_padded([_mask(proto) for proto in share.protos], torch.bool),
+        loss_mask_BT=_padded([sample.loss_mask for sample in share.samples], torch.bool),
         groups=Index(torch.tensor(share.places, dtype=torch.int64), max(1, batch_groups)),
-        trajectories=_trajectories(share, batch_groups, reduce),
+        trajectories=global_trajectories(share.samples, reduce),
         old_logprobs_BT=_column(share.samples, "old_logprobs"),
         ref_logprobs_BT=_column(share.samples, "reference_logprobs"),
         teacher_logprobs_BT=_column(share.samples, "teacher_logprobs"),
@@ -98,14 +133,17 @@ def with_advantages(
 
 
 def shaped_rewards(share: Share, config: AlgorithmConfig) -> torch.Tensor:
-    """What the statistics are taken of, float64 [samples]: the raw rewards, less the punishment of long responses."""
+    """What the statistics are taken of, float64 [samples]: the raw rewards, less the punishment of long responses.
+
+    The punishment is the trajectory's, as the reward is: that of its longest response (see `trajectory_lengths`).
+    """
     rewards = torch.tensor(share.rewards, dtype=torch.float64)
     overlong = build_overlong(config)
     if overlong is None:
         return rewards
-    return rewards + soft_overlong_penalty(
-        torch.tensor([float(len(proto.response_token_ids)) for proto in share.protos], dtype=torch.float64), overlong
-    )
+    lengths = [sample.response_token_ids.numel() for sample in share.samples]
+    longest = trajectory_lengths([sample.trajectory for sample in share.samples], lengths)
+    return rewards + soft_overlong_penalty(torch.tensor(longest, dtype=torch.float64), overlong)
 
 
 def _with_row(sample: Sample, made: Advantages, row: int) -> Sample:
@@ -124,28 +162,17 @@ def _column(samples: Sequence[Sample], field: str) -> torch.Tensor | None:
     return None if any(row is None for row in rows) else _padded(rows, torch.float32)
 
 
-def _unusable(sample: SampleProto) -> str:
-    if sample.status not in _FINISHED:
+def _unusable(sample: SampleProto, config: AlgorithmConfig) -> str:
+    if sample.status not in FINISHED:
         return f"status {enum_name(trajectory_pb2.SampleStatus, sample.status)}"
     if not sample.response_token_ids:
         return "empty response"
+    if config.objective == "sft" or is_scored(sample):  # a demonstration needs no judgement
+        return ""
     if not sample.HasField("reward"):
         reason = enum_name(trajectory_pb2.UnscoredReason, sample.unscored_reason)
         return f"unscored ({reason}): {sample.unscored_detail}"
-    return "" if math.isfinite(sample.reward) else f"unscored: the reward is {sample.reward}"
-
-
-def _trajectories(share: Share, batch_groups: int, reduce: Reduce) -> Index:
-    """Forked samples share a trajectory; all others stand alone. Numbered by (group, first sample of the trajectory),
-    so that the numbers mean the same on every rank."""
-    widest = torch.tensor([float(max((proto.sample_index for proto in share.protos), default=0))])
-    width = int(reduce.max(widest).item()) + 1
-    first: dict[tuple[int, str], int] = {}
-    ids = []
-    for place, proto in zip(share.places, share.protos, strict=True):
-        key = (place, proto.trajectory_id or f"#{proto.sample_index}")
-        ids.append(place * width + first.setdefault(key, proto.sample_index))
-    return Index(torch.tensor(ids, dtype=torch.int64), max(1, batch_groups) * width)
+    return f"unscored: the reward is {sample.reward}"
 
 
 def _mask(sample: SampleProto) -> torch.Tensor:
@@ -154,7 +181,7 @@ def _mask(sample: SampleProto) -> torch.Tensor:
     return torch.ones(len(sample.response_token_ids), dtype=torch.bool)
 
 
-def _sample(group: TrajectoryGroup, proto: SampleProto, config: AlgorithmConfig) -> Sample:
+def _sample(group: TrajectoryGroup, place: int, proto: SampleProto, config: AlgorithmConfig) -> Sample:
     length = len(proto.response_token_ids)
     logprobs = torch.tensor(proto.rollout_logprobs, dtype=torch.float32)
     if config.objective == "sft" and not proto.rollout_logprobs:
@@ -162,7 +189,8 @@ def _sample(group: TrajectoryGroup, proto: SampleProto, config: AlgorithmConfig)
     mask = _mask(proto)
     if config.mask_truncated and proto.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED:
         mask = torch.zeros_like(mask)
-    temperature = group.sampling.temperature if group.sampling.HasField("temperature") else 1.0
+    # A demonstration was not sampled at any temperature: its likelihood is that of the model as it is.
+    sampled_at = config.objective != "sft" and group.sampling.HasField("temperature")
     return Sample(
         prompt_token_ids=torch.tensor(proto.prompt_token_ids, dtype=torch.int64),
         response_token_ids=torch.tensor(proto.response_token_ids, dtype=torch.int64),
@@ -172,7 +200,8 @@ def _sample(group: TrajectoryGroup, proto: SampleProto, config: AlgorithmConfig)
         group_id=proto.group_id,
         sample_index=proto.sample_index,
         trajectory_id=proto.trajectory_id,
-        temperature=temperature,
+        group_place=place,
+        temperature=group.sampling.temperature if sampled_at else 1.0,
         routed_experts=routes_of(proto),
         old_logprobs=logprobs if config.use_rollout_logprobs else None,
         weight_versions=tuple(span.weight_version.step for span in proto.version_spans),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from vime.common.v1 import trajectory_pb2
 from vime_trainer.algorithms.metrics import Metric, Metrics, pack, unpack, values
+from vime_trainer.algorithms.mismatch import mismatch_by_class, mismatch_metrics
 from vime_trainer.algorithms.ranks import Reduce
+from vime_trainer.algorithms.tensors import pad_rows
 from vime_trainer.engine.sample import Sample
-from vime_trainer.rank.groups import Share
+from vime_trainer.rank.groups import FINISHED, Share
+
+_GAP = "train_rollout_logprob_abs_diff"
 
 
 def _mean(xs: Sequence[float]) -> Metric:
@@ -28,41 +33,44 @@ def reduced(metrics: Metrics, reduce: Reduce) -> dict[str, float]:
 
 
 def rollout_measures(share: Share, reduce: Reduce) -> dict[str, float]:
-    """Of the batch as it came: rewards, lengths, truncation, failures."""
+    """Of the batch as it came: rewards, lengths, truncation, failures.
+
+    Rewards are counted by trajectory, however many samples it forked into; lengths are those of the samples that were
+    finished.
+    """
     samples = share.all_protos
-    lengths = [float(len(s.response_token_ids)) for s in samples]
+    finished = [s for s in samples if s.status in FINISHED]
+    lengths = [float(len(s.response_token_ids)) for s in finished]
     truncated = [float(s.status == trajectory_pb2.SAMPLE_STATUS_TRUNCATED) for s in samples]
     rewards: dict[int, list[float]] = {}
-    for place, reward in zip(share.places, share.rewards, strict=True):
-        rewards.setdefault(place, []).append(reward)
+    for row in share.first_of_each:
+        if math.isfinite(share.rewards[row]):
+            rewards.setdefault(share.places[row], []).append(share.rewards[row])
     mixed = [float(len(set(group)) > 1) for group in rewards.values()]
     sums: Metrics = {
-        "rollout/raw_reward": _mean(share.rewards),
+        "rollout/raw_reward": _mean([reward for group in rewards.values() for reward in group]),
         "rollout/response_len/mean": _mean(lengths),
-        "rollout/total_lengths": _mean([len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]),
+        "rollout/total_lengths": _mean([len(s.prompt_token_ids) + len(s.response_token_ids) for s in finished]),
         "rollout/truncated_ratio": _mean(truncated),
         "rollout/mixed_groups": _mean(mixed),
         "rollout/zero_std/count": _count(len(mixed) - sum(mixed)),
         "rollout/samples": _count(len(samples)),
-        "rollout/unscored": _count(sum(not s.HasField("reward") for s in samples)),
+        "rollout/unscored": _count(len(share.unscored)),
+        "rollout/unscored_samples": _count(len(share.unscored)),
         "rollout/left_out": _count(len(share.left_out)),
-        "rollout/response_tokens": _count(sum(lengths)),
+        "rollout/response_tokens": _count(sum(len(s.response_token_ids) for s in samples)),
         "rollout/cached_tokens": _mean([float(s.cached_tokens) for s in samples]),
         "rollout/reward_time": _mean([s.reward_time.seconds + s.reward_time.nanos / 1e9 for s in samples]),
     }
-    extremes = reduce.max(torch.tensor([max(lengths, default=0.0), -min(lengths, default=float("inf"))]))
-    return reduced(sums, reduce) | {
-        "rollout/response_len/max": float(extremes[0]),
-        "rollout/response_len/min": -float(extremes[1]),
-    }
+    extremes = reduce.max(torch.tensor([max(lengths, default=-math.inf), -min(lengths, default=math.inf)]))
+    found = reduced(sums, reduce)
+    if bool(torch.isfinite(extremes).all()):
+        found |= {"rollout/response_len/max": float(extremes[0]), "rollout/response_len/min": -float(extremes[1])}
+    return found
 
 
 def mismatch_measures(
-    samples: Sequence[Sample],
-    logprobs: Sequence[torch.Tensor],
-    policy_step: int,
-    suffix: str,
-    reduce: Reduce,
+    samples: Sequence[Sample], logprobs: Sequence[torch.Tensor], policy_step: int, reduce: Reduce
 ) -> dict[str, float]:
     """How far the trainer's logprobs are from the engine's.
 
@@ -70,35 +78,49 @@ def mismatch_measures(
     that scores them: the engine mismatch proper. `_stale`: of one older version; `_mixed`: of several. `mismatch_kl`
     is the k3 estimate of KL(q ‖ π) over the on-policy tokens: exp(δ) - 1 - δ, δ = log π - log q (Schulman 2020).
     """
-    kinds: dict[str, list[float]] = {"": [], "_on_policy": [], "_stale": [], "_mixed": []}
-    kl_total, kl_tokens = 0.0, 0
-    for sample, scored in zip(samples, logprobs, strict=True):
-        mask = sample.loss_mask
-        if not bool(mask.any()):
-            continue
-        delta = (scored.double() - sample.rollout_logprobs.double())[mask]
-        gap = float(delta.abs().mean())
-        versions = set(sample.weight_versions)
-        kind = "_mixed" if len(versions) > 1 else "_on_policy" if versions == {policy_step} else "_stale"
-        kinds[""].append(gap)
-        kinds[kind].append(gap)
-        if kind == "_on_policy":
-            kl_total += float((delta.exp() - 1 - delta).sum())
-            kl_tokens += delta.numel()
-    metrics: Metrics = {
-        f"train/train_rollout_logprob_abs_diff{kind}{suffix}": _mean(gaps) for kind, gaps in kinds.items()
-    }
-    metrics[f"train/mismatch_kl{suffix}"] = Metric(
-        torch.tensor(kl_total, dtype=torch.float64), torch.tensor(float(kl_tokens), dtype=torch.float64)
+    versions = [set(sample.weight_versions) for sample in samples]
+    on_policy = [found == {policy_step} for found in versions]
+    mixed = [len(found) > 1 for found in versions]
+    stale = [not (a or b) for a, b in zip(on_policy, mixed, strict=True)]
+    columns = _mismatch_columns(samples, logprobs)
+    everyone = {"": [True] * len(samples), "_on_policy": on_policy, "_stale": stale, "_mixed": mixed}
+    classes = {name: torch.tensor(chosen, dtype=torch.bool) for name, chosen in everyone.items()}
+    found = mismatch_by_class(*columns, classes)
+    gaps = {f"train/{_GAP}{name}": found[f"{_GAP}{name}"] for name in classes}
+    return reduced(gaps | {"train/mismatch_kl": found["mismatch_kl_on_policy"]}, reduce)
+
+
+def mismatch_family(
+    samples: Sequence[Sample], logprobs: Sequence[torch.Tensor], over_tokens: bool, reduce: Reduce
+) -> dict[str, float]:
+    """`train/mis_*` over all samples: KL (k1, k3), perplexities and chi-squared, see `algorithms.mismatch`."""
+    found = mismatch_metrics(*_mismatch_columns(samples, logprobs), over_tokens)
+    return reduced({f"train/{name}": metric for name, metric in found.items() if name.startswith("mis_")}, reduce)
+
+
+def _mismatch_columns(
+    samples: Sequence[Sample], logprobs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Trainer's logprobs, engine's logprobs and mask, [samples, tokens]."""
+    columns = pad_rows(
+        ours=[row.double() for row in logprobs],
+        theirs=[sample.rollout_logprobs.double() for sample in samples],
+        mask=[sample.loss_mask for sample in samples],
     )
-    return reduced(metrics, reduce)
+    return columns["ours"], columns["theirs"], columns["mask"]
 
 
-def shaping_measures(raw: Sequence[float], shaped: torch.Tensor, reduce: Reduce) -> dict[str, float]:
-    """`rollout/rewards`: what the statistics were taken of; `rollout/overlong_penalty`: what was added to them."""
-    added = shaped - torch.tensor(raw, dtype=torch.float64)
+def shaping_measures(share: Share, shaped: torch.Tensor, reduce: Reduce) -> dict[str, float]:
+    """`rollout/rewards`: what the statistics were taken of; `rollout/overlong_penalty`: what was added to them. Each
+    trajectory counts once."""
+    rows = share.first_of_each
+    added = shaped - torch.tensor(share.rewards, dtype=torch.float64)
     return reduced(
-        {"rollout/rewards": _mean(shaped.tolist()), "rollout/overlong_penalty": _mean(added.tolist())}, reduce
+        {
+            "rollout/rewards": _mean([float(shaped[row]) for row in rows]),
+            "rollout/overlong_penalty": _mean([float(added[row]) for row in rows]),
+        },
+        reduce,
     )
 
 

@@ -21,18 +21,22 @@ from vime_trainer.algorithm_config import (
     needs_reference,
     needs_teacher,
 )
-from vime_trainer.algorithms.ranks import Reduce
-from vime_trainer.engine import distributed
 from vime_trainer.engine.backward import Updates
+from vime_trainer.engine.distributed import GLOBAL, any_rank
 from vime_trainer.engine.engine import Engine
 from vime_trainer.engine.objective import Loss, PolicyLoss, SupervisedLoss
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.step import StepResult
 from vime_trainer.rank.groups import Share, name_of, shaped_rewards, with_advantages
-from vime_trainer.rank.measures import mismatch_measures, reduced, rollout_measures, shaping_measures, value_measures
+from vime_trainer.rank.measures import (
+    mismatch_family,
+    mismatch_measures,
+    reduced,
+    rollout_measures,
+    shaping_measures,
+    value_measures,
+)
 from vime_trainer.rank.usable import select_usable
-
-GLOBAL = Reduce(sum=distributed.all_reduce_sum, max=distributed.all_reduce_max)
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,11 @@ class _Trained:
     """float32 [response] per sample, of the policy before the step."""
 
     @property
-    def skipped(self) -> bool:
-        """Nothing was changed, neither policy nor critic."""
+    def decisive(self) -> Updates:
+        """The policy's, or the critic's where it is trained alone: skipped, neither was changed."""
         decisive = self.critic if self.result is None else self.result
-        return decisive is None or decisive.skipped
+        assert decisive is not None  # one of them is always trained
+        return decisive
 
 
 class BatchTraining:
@@ -70,31 +75,38 @@ class BatchTraining:
         be trained, no rank trains."""
         clock = Laps()
         share, unusable = select_usable(groups, places, self._algorithm, self._engine)
-        if distributed.any_rank(bool(unusable)):
+        if any_rank(bool(unusable)):
             return pb.TrainResult(skipped=True, unusable_groups=unusable)
         clock.lap("perf/data_preprocess_time")
         share, before = self._scored(share, clock)
         unreplayed = self._score_without_replay(share) if command.score_without_replay else None
         clock.lap("perf/log_probs_time")
-        samples, advantages = with_advantages(share, len(command.group_ids), self._algorithm, GLOBAL)
-        share = replace(share, samples=samples)
+        judged: dict[str, float] = {}
+        if not self._supervised:  # a demonstration is learnt as it is, whatever its reward
+            samples, advantages = with_advantages(share, len(command.group_ids), self._algorithm, GLOBAL)
+            share = replace(share, samples=samples)
+            judged = {f"rollout/{name}": value for name, value in reduced(advantages.metrics, GLOBAL).items()}
+        samples = share.samples
         rate = command.learning_rate if command.HasField("learning_rate") else None
         trained = self._train(samples, before, rate, clock)
-        metrics = rollout_measures(share, GLOBAL)
-        metrics |= {f"rollout/{name}": value for name, value in reduced(advantages.metrics, GLOBAL).items()}
+        # The estimator sees no unscored sample any more, so that it counts none: the count is that of the batch.
+        metrics = judged | rollout_measures(share, GLOBAL)
         metrics |= self._role_measures(share)
         metrics |= _step_measures(trained)
         if not self._supervised:  # a demonstration has no engine's logprobs to compare with
             policy = int(command.policy_version.step)
-            metrics |= mismatch_measures(samples, trained.logprobs, policy, "", GLOBAL)
+            over_tokens = self._algorithm.reducer == "token_mean"
+            metrics |= mismatch_measures(samples, trained.logprobs, policy, GLOBAL)
+            metrics |= mismatch_family(samples, trained.logprobs, over_tokens, GLOBAL)
             if unreplayed is not None:
-                metrics |= mismatch_measures(samples, unreplayed, policy, "_no_replay", GLOBAL)
+                without = mismatch_measures(samples, unreplayed, policy, GLOBAL)
+                metrics |= {f"{name}_no_replay": value for name, value in without.items()}
         metrics |= clock.seconds
         metrics["perf/data_preprocess_time"] += fetch_s
         return pb.TrainResult(
             metrics=metrics,
-            skipped=trained.skipped,
-            trained_samples=[f"{sample.group_id}#{sample.sample_index}" for sample in samples],
+            skipped=trained.decisive.skipped,
+            trained_samples=[f"{group_id}#{index}" for group_id, index in trained.decisive.trained],
             left_out=share.left_out,
             sample_json=_sample_texts(share, groups, trained.logprobs, command.sample_texts),
         )
@@ -161,7 +173,7 @@ class BatchTraining:
     def _role_measures(self, share: Share) -> dict[str, float]:
         found: dict[str, float] = {}
         if self._algorithm.overlong is not None:
-            found |= shaping_measures(share.rewards, shaped_rewards(share, self._algorithm), GLOBAL)
+            found |= shaping_measures(share, shaped_rewards(share, self._algorithm), GLOBAL)
         if self._engine.critic is not None:
             found |= value_measures(share.samples, GLOBAL)
         return found

@@ -35,7 +35,7 @@ def select_usable(
         except (GroupError, EngineError) as error:
             unusable[group.group_id] = str(error)
             continue
-        for name in ("samples", "protos", "places", "all_protos"):
+        for name in ("samples", "protos", "places", "all_protos", "unscored"):
             getattr(share, name).extend(getattr(part, name))
         share.left_out.update(part.left_out)
     return share, unusable

@@ -36,6 +36,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, reduce: Reduce = LOCAL) -> Tensor:
     first, second = reduce.sum(torch.stack([moments(deviation(rows, mask)) for rows, mask in blocks]).sum(0)).unbind()
     rest = first / count.clamp(min=1)  # the mean is `about` + `rest`
     variance = ((second - first * rest) / (count - 1).clamp(min=1)).clamp(min=0)
+    variance = torch.where(torch.isinf(variance), torch.nan, variance)  # by overflow; 1 / inf would make all of it 0
     shift, scale = rest.to(x_BT.dtype), torch.rsqrt(variance + VARIANCE_EPS).to(x_BT.dtype)
     whitened_BT = torch.empty(mask_BT.shape, dtype=x_BT.dtype, device=x_BT.device)
     for rows, mask in blocks:

@@ -7,7 +7,12 @@ from vime_trainer.algorithms.decisions.dynamic_sampling import (
     decide_group,
     decide_refill,
 )
-from vime_trainer.algorithms.decisions.overlong import SoftOverlong, drop_truncated, soft_overlong_penalty
+from vime_trainer.algorithms.decisions.overlong import (
+    SoftOverlong,
+    drop_truncated,
+    soft_overlong_penalty,
+    trajectory_lengths,
+)
 from vime_trainer.algorithms.decisions.pass_at_k import pass_at_k, pass_rates
 from vime_trainer.algorithms.decisions.responses import is_repetitive, repetition_frac, truncated_ratio
 from vime_trainer.algorithms.decisions.rewards import ParsedRewards, RewardConfig, parse_rewards, shape_rewards
@@ -29,5 +34,6 @@ __all__ = [
     "repetition_frac",
     "shape_rewards",
     "soft_overlong_penalty",
+    "trajectory_lengths",
     "truncated_ratio",
 ]

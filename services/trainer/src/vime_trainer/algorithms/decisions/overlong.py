@@ -4,11 +4,14 @@
             = ((L − C) − |y|) / C            L − C < |y| ≤ L
             = −1                             L < |y|
 
-L: `max_length`, C: `cache`, the soft zone before it.
+L: `max_length`, C: `cache`, the soft zone before it. |y| is the length of one response, which the budget L bounds. A
+trajectory that forked into several responses has one reward and so one penalty: that of its longest response, since
+each of them had the budget to itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,8 +41,17 @@ def soft_overlong_penalty(response_lengths_B: Tensor, config: SoftOverlong) -> T
     return config.factor * ((free - response_lengths_B.double()) / config.cache).clamp(-1.0, 0.0)
 
 
+def trajectory_lengths(trajectories: Sequence[Hashable], lengths: Sequence[int]) -> list[int]:
+    """Of each sample, the longest response of its trajectory; samples of one trajectory share an entry of
+    `trajectories`."""
+    longest: dict[Hashable, int] = {}
+    for trajectory, length in zip(trajectories, lengths, strict=True):
+        longest[trajectory] = max(length, longest.get(trajectory, 0))
+    return [longest[trajectory] for trajectory in trajectories]
+
+
 def drop_truncated(loss_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
-    """The mask without truncated samples (DAPO's overlong filtering). Call it **after** `compute_advantages`: the
-    group's statistics include them, its loss does not.
+    """The mask without truncated samples (DAPO's overlong filtering). Call it **before** `compute_advantages`: the
+    group's statistics read rewards, which are all there still, and whitening is over what is trained.
     """
     return as_bool(loss_mask_BT) & ~truncated_B.bool()[:, None]

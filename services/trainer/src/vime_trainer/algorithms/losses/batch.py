@@ -128,11 +128,13 @@ class Terms:
 class TokenLoss:
     """Per-token policy loss, [B, T], finite where masked; `zeroed`: even 0 there, which saves a pass over memory.
 
-    `clipped_BT` (0 or 1): where the clip cut the objective (its gradient, mostly). `measured`: what the objective
+    `clipped_BT` (0 or 1): where the clip cut the objective (its gradient, mostly). `bounded_BT` likewise: where dual
+    clip did, which the field counts apart. `measured`: what the objective
     alone knows, reported as its mean by name; finite where masked.
     """
 
     loss_BT: Tensor
     clipped_BT: Tensor | None = None
+    bounded_BT: Tensor | None = None
     measured: dict[str, Tensor] | None = None
     zeroed: bool = False

@@ -37,10 +37,14 @@ def _clipped(log_BT: Tensor, ratio_BT: Tensor, terms: Terms, config: PolicyLossC
     free_BT = ratio_BT * a_BT
     gain_BT = ratio_BT.clamp(config.ratio_low, config.ratio_high).mul_(a_BT)
     torch.minimum(gain_BT, free_BT, out=gain_BT)
+    clipped_BT = cut_BT = where_true(torch.ne, gain_BT, free_BT)
+    bounded_BT = None
     if config.eps_clip_c is not None:
-        gain_BT = torch.where(a_BT < 0, torch.maximum(gain_BT, config.eps_clip_c * a_BT), gain_BT)
-    clipped_BT = where_true(torch.ne, gain_BT, free_BT)
+        floor_BT = torch.where(a_BT < 0, config.eps_clip_c * a_BT, -torch.inf)
+        bounded_BT = where_true(torch.lt, gain_BT, floor_BT)
+        torch.maximum(gain_BT, floor_BT, out=gain_BT)
+        cut_BT = clipped_BT + bounded_BT  # never both: the clip cuts a negative advantage below 1, dual clip above
     loss_BT = gain_BT.neg_()
-    # −ρ A where not clipped; from loss_BT, since free_BT may have overflowed where clipped
-    slope_BT = torch.addcmul(loss_BT, loss_BT, clipped_BT, value=-1, out=free_BT)
-    return TokenLoss(with_slope(loss_BT, slope_BT, log_BT), clipped_BT, zeroed=True)
+    # −ρ A where not cut; from loss_BT, since free_BT may have overflowed where cut
+    slope_BT = torch.addcmul(loss_BT, loss_BT, cut_BT, value=-1, out=free_BT)
+    return TokenLoss(with_slope(loss_BT, slope_BT, log_BT), clipped_BT, bounded_BT, zeroed=True)

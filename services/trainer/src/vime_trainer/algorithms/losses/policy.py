@@ -45,7 +45,8 @@ OBJECTIVES: dict[str, Objective] = {
 class PolicyTokens:
     """The loss before it is summed: [B, T], 0 where masked (`correction_BT` may be [B, 1]).
 
-    `pg_BT` includes OPSM and the mismatch weight `correction_BT`; `averages` holds what is only measured.
+    `pg_BT` includes OPSM and the mismatch weight `correction_BT`; `clipped_BT`: by either clip;
+    `averages` holds what is only measured.
     """
 
     terms: Terms
@@ -116,6 +117,8 @@ def policy_tokens(
     token = function(terms, config)
     if token.clipped_BT is not None:
         averages.add("pg_clipfrac", token.clipped_BT, masked=0.0 if token.zeroed else None)
+    if token.bounded_BT is not None:
+        averages.add("pg_clipfrac_lower", token.bounded_BT, masked=0.0 if token.zeroed else None)
     for name, x_BT in (token.measured or {}).items():
         averages.add(name, x_BT)
     pg_BT = token.loss_BT if token.zeroed else terms.mask.zero(token.loss_BT)
@@ -130,10 +133,13 @@ def policy_tokens(
         measure_correction(made, config.correction, averages)
         correction_BT = _normalised(made.weight_BT, config.correction, correction_mean)
         pg_BT = pg_BT * correction_BT
+    clipped_BT = token.clipped_BT
+    if clipped_BT is not None and token.bounded_BT is not None:
+        clipped_BT = clipped_BT + token.bounded_BT
     return PolicyTokens(
         terms=terms,
         pg_BT=pg_BT,
-        clipped_BT=token.clipped_BT,
+        clipped_BT=clipped_BT,
         correction_BT=correction_BT,
         kl_BT=_kl(terms, config),
         entropy_BT=_entropy(terms, config),

@@ -1,6 +1,6 @@
 """The critic's loss. Schulman et al. (arXiv 1707.06347); value clipping as in OpenAI's baselines.
 
-L_t = max((V − G)², (V_old + clip(V − V_old, ±ε) − G)²)      no ½
+L_t = max((V − G)², (clip(V, V_old ± ε) − G)²)      no ½
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def value_loss(batch: ValueBatch, config: ValueLossConfig, counts: Denominators)
     loss_BT = free_BT = (v_BT - g_BT).square()
     clipped_BT = torch.zeros_like(free_BT)
     if config.value_clip is not None:
-        near_BT = old_BT + (v_BT - old_BT).clamp(-config.value_clip, config.value_clip)
+        # not old + clamp(V − old): where nothing is cut, that is V but for its rounding, which would count as clipped
+        near_BT = v_BT.clamp(old_BT - config.value_clip, old_BT + config.value_clip)
         bound_BT = (near_BT - g_BT).square()
         loss_BT, clipped_BT = torch.maximum(free_BT, bound_BT), where_true(torch.gt, bound_BT, free_BT)
     weight_B = sample_weights(counts, config.reducer, config.fixed_length)
