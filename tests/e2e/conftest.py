@@ -120,6 +120,7 @@ def swapped_run(runs_dir: Path) -> Run:
         "trainer.engine.test_hooks.swap_kth_expert_fraction=0.05",
         # The canary has no routes to replay: it would, rightly, refuse a trainer that routes otherwise.
         "trainer.publish.canary_prompts=0",
+        "trainer.metrics.no_replay_interval=1",
     )
     run = vime_run(runs_dir, "k1-swapped", settings)
     assert run.exit_code == 0, run.output

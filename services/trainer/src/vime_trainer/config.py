@@ -31,8 +31,9 @@ class CheckpointConfig(ConfigModel):
 class MetricsConfig(ConfigModel):
     """What is measured beside the training itself."""
 
-    no_replay_interval: int = Field(default=1, ge=0)
-    """Every so many steps the batch is scored once more without replay, to show what R3 is worth. 0: never."""
+    no_replay_interval: int = Field(default=10, ge=0)
+    """At the first step and every so many steps the batch is scored once more without replay, to show what R3 is worth;
+    that costs a forward pass. 0: never."""
 
     sample_texts: int = Field(default=8, ge=0)
     """Samples per step that are written to samples.jsonl."""
@@ -48,7 +49,10 @@ class FaultConfig(ConfigModel):
     """Times that died ranks are started again in one process life."""
 
     rank_start_timeout_s: Seconds = 180.0
-    """Longest time from starting the ranks to the last one attached."""
+    """Longest time that starting ranks may stand still: one that still imports is alive. Ten times as long in all."""
+
+    max_given_up_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of the prompts that may be given up before a run that reached its end counts as incomplete."""
 
     command_timeout_s: Seconds = 1800.0
     """Longest time that one command of the ranks may take."""

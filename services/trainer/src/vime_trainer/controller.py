@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 20.0
+_SAY_S = 3.0
 
 
 @dataclass
@@ -98,10 +99,18 @@ class Trainer:
         if self._task is not None and now:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            if self.status.state not in (State.FINISHED, State.FAILED):
+            if not self.status.state.ended:
                 await self._set(State.FINISHED, "", stopped=True)
             await self._events.close()
         return self.status
+
+    async def save_checkpoint(self) -> tuple[int, str]:
+        """Step and path of a checkpoint after the step in hand. Raises FailedPrecondition if no loop runs to it."""
+        if self._loop is None or self._task is None or self._task.done():
+            raise FailedPrecondition(
+                "no loop runs: a checkpoint belongs to one of its steps", state=self.status.state.name, wanted="RUNNING"
+            )
+        return await self._loop.save_soon()
 
     async def close(self) -> None:
         """The service ends: the loop stops where it is, and is resumed by the next process."""
@@ -115,7 +124,7 @@ class Trainer:
         """Incarnation after incarnation until the last step, a stop or a failure."""
         try:
             await self._incarnations()
-            if self.status.state is not State.FINISHED:  # stopped between two incarnations
+            if not self.status.state.ended:  # stopped between two incarnations
                 await self._set(State.FINISHED, "", stopped=True)
             self._marker.unlink(missing_ok=True)
         except self._expected as error:
@@ -126,7 +135,7 @@ class Trainer:
             await self._set(State.FAILED, "an unexpected failure; the log has its stack")
             raise
         finally:
-            if self.status.state in (State.FINISHED, State.FAILED):
+            if self.status.state.ended:
                 await self._events.close()
 
     async def _incarnations(self) -> None:
@@ -135,7 +144,7 @@ class Trainer:
             began = time.monotonic()
             try:
                 await self._set(State.STARTING, "", "starting the ranks")
-                await self._ranks.start()
+                await self._start_ranks()
                 if self._stopping.is_set():
                     return
                 self._loop = self._make_loop()
@@ -149,6 +158,17 @@ class Trainer:
                 await self._set(State.RECOVERING, str(error), f"restart {restarts} in {wait:.0f} s")
                 logger.error("%s after %.0f s; restart %d in %.0f s", error, time.monotonic() - began, restarts, wait)
                 await asyncio.sleep(wait)  # back-off: whatever killed a rank may still be there
+
+    async def _start_ranks(self) -> None:
+        """Start the ranks, and say now and then what that waits for."""
+        starting = asyncio.create_task(self._ranks.start())
+        try:
+            while not (await asyncio.wait({starting}, timeout=_SAY_S))[0]:  # bounded by: the start's own patience
+                await self._set(State.STARTING, "", f"starting the ranks: {self._ranks.starting or 'their processes'}")
+            starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
     async def _set(self, state: State, detail: str, activity: str = "", stopped: bool = False) -> None:
         self._idle_status = replace(self.status, state=state, detail=detail, activity=activity, stopped=stopped)

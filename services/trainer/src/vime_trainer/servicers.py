@@ -11,6 +11,7 @@ from vime.trainer.v1 import rank_service_pb2 as rank_pb
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1.rank_service_pb2_grpc import RankServiceServicer
 from vime.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from vime_service import errors
 from vime_service.deadlines import remaining
 from vime_service.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from vime_trainer.adapters.protos import to_seconds, version_to_proto
@@ -19,7 +20,6 @@ from vime_trainer.controller import Trainer
 from vime_trainer.engine.config import HIGHEST_LEARNING_RATE
 from vime_trainer.loop.events import EvalEvent, Event, EventLog, State, Status, StepEvent
 from vime_trainer.loop.ports import RankDied
-from vime_trainer.loop.publisher import Publisher
 from vime_trainer.ranks.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _MARGIN_S = 1.0
 class TrainerServicer(TrainerServiceServicer):
     """Control of the loop, and single steps."""
 
-    def __init__(self, trainer: Trainer, events: EventLog, ranks: GrpcRanks, publisher: Publisher) -> None:
-        self._trainer, self._events, self._ranks, self._publisher = trainer, events, ranks, publisher
+    def __init__(self, trainer: Trainer, events: EventLog, ranks: GrpcRanks) -> None:
+        self._trainer, self._events, self._ranks = trainer, events, ranks
 
     async def Start(self, request: pb.StartRequest, context: Any) -> pb.StartResponse:
         """Start the loop."""
@@ -69,8 +69,10 @@ class TrainerServicer(TrainerServiceServicer):
             raise InvalidArgument(f"ttl {ttl_s:g} s is over at once: give a positive one", field="ttl", actual=ttl_s)
         try:
             return pb.AcquireModeResponse(mode_lease_id=await self._trainer.acquire_mode(request.holder, ttl_s))
-        except (RankDied, CommandFailed) as error:
+        except CommandFailed as error:
             raise Unavailable(str(error)) from error
+        except RankDied as error:
+            raise _died(error) from error
 
     async def ReleaseMode(self, request: pb.ReleaseModeRequest, context: Any) -> pb.ReleaseModeResponse:
         """Give the mode lease back."""
@@ -95,7 +97,7 @@ class TrainerServicer(TrainerServiceServicer):
         except CommandFailed as error:
             raise InvalidArgument(str(error), field="groups") from error
         except RankDied as error:
-            raise Unavailable(str(error)) from error
+            raise _died(error) from error
         return pb.TrainStepResponse(
             metrics=trained.metrics,
             skipped=trained.skipped,
@@ -119,24 +121,31 @@ class TrainerServicer(TrainerServiceServicer):
         except CommandFailed as error:
             raise InvalidArgument(str(error), field="samples") from error
         except RankDied as error:
-            raise Unavailable(str(error)) from error
+            raise _died(error) from error
         return pb.ScoreSamplesResponse(scores=[pb.SampleLogprobs(logprobs=logprobs) for logprobs in scores])
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Not yet: the loop saves by itself."""
-        raise Unimplemented(
-            "SaveCheckpoint is not offered yet; trainer.checkpoint.interval says when the loop saves",
-            rpc="SaveCheckpoint",
-            why="the loop saves by itself",
-        )
+        """A checkpoint of the loop."""
+        if request.mode_lease_id:
+            raise Unimplemented(
+                "SaveCheckpoint of single steps is not offered: a checkpoint belongs to a step of the ledger",
+                rpc="SaveCheckpoint",
+                why="single steps are in no ledger",
+            )
+        step, path = await self._trainer.save_checkpoint()
+        return pb.SaveCheckpointResponse(train_step=step, path=path)
 
     async def Publish(self, request: pb.PublishRequest, context: Any) -> pb.PublishResponse:
-        """Not yet: a version needs an incarnation, which the loop opens."""
+        """Not offered: a version needs an incarnation, which the loop opens."""
         raise Unimplemented(
-            "Publish by hand is not offered yet; the loop publishes after each step that is due",
+            "Publish by hand is not offered; the loop publishes after each step that is due",
             rpc="Publish",
             why="a version needs an incarnation, which only the loop opens",
         )
+
+
+def _died(error: RankDied) -> errors.RankDied:
+    return errors.RankDied(str(error), rank="unknown" if error.rank is None else error.rank, cause=str(error))
 
 
 class RankServicer(RankServiceServicer):
@@ -190,6 +199,7 @@ def _status(status: Status) -> pb.TrainerStatus:
         checkpoint_step=status.checkpoint_step,
         skipped_steps=status.skipped_steps,
         stopped=status.stopped,
+        model_path=status.model_path,
     )
 
 

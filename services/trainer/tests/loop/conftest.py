@@ -20,6 +20,7 @@ from vime_trainer.loop.ports import (
     Described,
     EvalRound,
     Group,
+    Harvest,
     Loaded,
     Member,
     Opened,
@@ -91,9 +92,11 @@ class FakeRanks:
     """Ranks whose steps succeed unless told otherwise."""
 
     data_parallel = 1
+    starting = ""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
+        self.unreplayed: list[int] = []
         self.saved: list[int] = []
         self.state: dict[str, Any] = {}
         self.described: list[Version] = []
@@ -132,6 +135,7 @@ class FakeRanks:
         if self.unusable:
             return Trained({}, True, [], {}, [], self.unusable.pop(0))
         self.trained.append(step)
+        self.unreplayed += [step] if score_without_replay else []
         metrics = {"train/loss": 0.5, "perf/actor_train_time": 0.0, "train/grad_norm": 1.0}
         return Trained(metrics, step in self.skip, ['{"prompt": "1+1="}'], {}, list(group_ids))
 
@@ -149,7 +153,7 @@ class FakeRanks:
         self.saved.append(step)
         self.state = state
         self.kept = [*self.kept, step][-2:]
-        return Saved(f"/checkpoints/{step}", self.kept)
+        return Saved(f"/checkpoints/{step}", self.kept, f"/hf/step_{step:06d}" if hf else "")
 
 
 class FakeLedger:
@@ -167,6 +171,7 @@ class FakeLedger:
         self.retained_at: int | None = None
         self.quarantined: list[tuple[int, Unusable]] = []
         self.max_unusable = 4
+        self.harvested = Harvest(made=100, given_up={}, stored=0, groups_per_step=2)
         self.always_full = False
         self.evals_end = True
         self.evals_hold = True
@@ -213,6 +218,9 @@ class FakeLedger:
 
     async def eval_round(self, table: str, step: int) -> EvalRound:
         return EvalRound(self.evals_end, {table: 0.5}, "done" if self.evals_end else "0 of 3 prompts", self.evals_hold)
+
+    async def harvest(self) -> Harvest:
+        return self.harvested
 
     async def counts(self) -> dict[str, float]:
         return {"buffer/groups_stored": 0.0}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from vime_client.errors import RpcError
+from vime_service.errors import FailedPrecondition
 from vime_trainer.config import CheckpointConfig, FaultConfig, TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, StepEvent
 from vime_trainer.loop.loop import LoopFailed, TrainingLoop
-from vime_trainer.loop.ports import RankDied, Unusable
+from vime_trainer.loop.ports import Batch, Harvest, RankDied, Unusable
 from vime_trainer.loop.publisher import PublishConfig, Publisher
 from vime_trainer.loop.versions import Version
 from vime_trainer.run_files import RunFiles
@@ -304,3 +306,115 @@ async def test_a_ledger_that_has_had_enough_unusable_groups_ends_the_run_with_it
     with pytest.raises(RpcError, match="5 groups in a row"):
         await build(make_ledger()).run()
     assert ranks.trained == []
+
+
+GIVEN_UP = {"invalid": 14, "timeout": 2}
+
+
+@pytest.mark.parametrize(
+    ("harvest", "said"),
+    [
+        (
+            Harvest(0, GIVEN_UP, 0, 2),
+            r"step 0 of 4; 16 of 16 prompts .* \(invalid 14, timeout 2\), .* = 0\.1 ",
+        ),
+        (Harvest(3, {"failed": 5}, 0, 4), r"5 of 8 prompts were given up"),
+        (Harvest(96, {"failed": 4}, 0, 2), r"4 of 100 prompts .*, with which 2 more steps would have been trained"),
+        (Harvest(97, {"failed": 2}, 1, 3), r"2 of 99 prompts .*, with which 1 more steps would have been trained"),
+    ],
+)
+async def test_a_run_that_ended_early_because_prompts_were_given_up_is_incomplete(build, make_ledger, harvest, said):
+    ledger = make_ledger(ends_after=0)
+    ledger.harvested = harvest
+    loop = build(ledger)
+    await loop.run()
+    assert loop.status.state is State.INCOMPLETE
+    assert re.search(said, loop.status.detail), loop.status.detail
+
+
+@pytest.mark.parametrize(
+    ("steps", "harvest"),
+    [
+        (4, Harvest(100, {}, 0, 2)),  # all there was
+        (4, Harvest(100, {"failed": 1}, 0, 2)),  # one prompt is no step
+        (2, Harvest(95, {"failed": 5}, 9, 2)),  # every step was trained, and the share is borne
+    ],
+)
+async def test_a_run_that_trained_all_that_its_data_allowed_is_finished(build, make_ledger, steps, harvest):
+    ledger = make_ledger(ends_after=2)
+    ledger.harvested = harvest
+    loop = build(ledger, steps=steps)
+    await loop.run()
+    assert loop.status.state is State.FINISHED
+
+
+async def test_all_steps_with_more_given_up_than_is_borne_are_incomplete_unless_the_setting_bears_it(
+    build, make_ledger
+):
+    ledger = make_ledger()
+    ledger.harvested = Harvest(80, {"failed": 20}, 0, 2)
+    states = []
+    for share in (0.1, 0.2):
+        loop = build(ledger, steps=2, faults=FaultConfig(max_given_up_share=share))
+        await loop.run()
+        states.append(loop.status.state)
+    assert states == [State.INCOMPLETE, State.FINISHED]
+
+
+async def test_a_run_whose_last_step_is_done_says_that_nothing_is_left(build, make_ledger, ranks):
+    loop = build(make_ledger(), resume=Resume("/checkpoints/4", 4, 1))
+    await loop.run()
+    assert ranks.trained == []
+    assert (loop.status.state, loop.status.detail) == (
+        State.FINISHED,
+        "nothing is left to train: step 4 of 4 is done",
+    )
+
+
+async def test_the_end_names_the_folder_of_the_trained_model(build, make_ledger):
+    loop = build(make_ledger())
+    await loop.run()
+    assert loop.status.model_path == "/hf/step_000004"
+
+
+async def test_the_batch_is_scored_without_replay_at_the_first_step_and_every_tenth(build, make_ledger, ranks):
+    await build(make_ledger(), steps=21).run()
+    assert ranks.unreplayed == [1, 10, 20]
+
+
+async def test_a_checkpoint_that_is_asked_for_is_written_after_the_step_in_hand(build, make_ledger, ranks):
+    loop = build(make_ledger())
+    asked = asyncio.create_task(loop.save_soon())
+    await asyncio.sleep(0)
+    await loop.run()
+    assert await asked == (1, "/checkpoints/1")
+    assert ranks.saved == [1, 4]
+
+
+async def test_a_checkpoint_that_is_asked_for_while_the_loop_waits_for_a_batch_is_that_of_the_last_step(
+    build, make_ledger, ranks
+):
+    ledger = make_ledger()
+    loop = build(ledger, steps=2)
+    asked = []
+
+    async def answer(incarnation, step, wait_s, lease=ledger.lease_batch):
+        if step == 2 and not asked:
+            asked.append(asyncio.create_task(loop.save_soon()))
+            await asyncio.sleep(0)
+            return Batch(blocked_by="generating")
+        return await lease(incarnation, step, wait_s)
+
+    ledger.lease_batch = answer
+    await loop.run()
+    assert await asked[0] == (1, "/checkpoints/1")
+    assert ranks.saved == [1, 2]
+
+
+async def test_a_checkpoint_that_no_step_will_write_is_refused(build, make_ledger):
+    loop = build(make_ledger(ends_after=0))
+    asked = asyncio.create_task(loop.save_soon())
+    await asyncio.sleep(0)
+    await loop.run()
+    with pytest.raises(FailedPrecondition, match="the loop ended before it could save"):
+        await asked

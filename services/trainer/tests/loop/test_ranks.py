@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vime.common.v1.trajectory_pb2 import TrajectoryGroup
+from vime.common.v1.trajectory_pb2 import Sample, TrajectoryGroup
 from vime.trainer.v1 import rank_service_pb2 as pb
+from vime.trainer.v1.trainer_service_pb2 import ScoreSamplesRequest, TrainStepRequest
+from vime_service import errors
 from vime_trainer.adapters.ranks import PEER_FAILED, CommandFailed, GrpcRanks
 from vime_trainer.loop.ports import RankDied
 from vime_trainer.loop.versions import Version
-from vime_trainer.ranks.processes import RankProcesses
+from vime_trainer.ranks.processes import Death, RankProcesses
+from vime_trainer.servicers import TrainerServicer
 
 
 class Processes(RankProcesses):
@@ -32,13 +37,13 @@ class Processes(RankProcesses):
         for rank in range(self._world_size):
             await self.ranks.mailbox.attach(environment["VIME_LAUNCH_ID"], rank, "host:1")
 
-    async def wait_for_death(self, poll_s: float = 0.3) -> str:
+    async def wait_for_death(self, poll_s: float = 0.3) -> Death:
         await asyncio.Event().wait()
-        return ""
+        raise AssertionError
 
 
-def make_ranks(processes: Processes) -> GrpcRanks:
-    ranks = GrpcRanks(processes, processes._world_size, Path(), 1, 1, start_timeout_s=2.0, command_timeout_s=5.0)
+def make_ranks(processes: Processes, start_timeout_s: float = 2.0) -> GrpcRanks:
+    ranks = GrpcRanks(processes, processes._world_size, Path(), 1, 1, start_timeout_s, command_timeout_s=5.0)
     processes.ranks = ranks
     return ranks
 
@@ -165,4 +170,71 @@ async def test_groups_that_no_rank_can_train_are_refused_to_whoever_drives_and_t
     sequence, _ = await _next(ranks, sequence)
     await _report(ranks, sequence, load=pb.LoadResult(parameters=3))
     assert (await loading).parameters == 3
+    await ranks.stop()
+
+
+class Slow(Processes):
+    """Ranks that are up after `looks` looks at the processor time they used, which grows by `speed` a look."""
+
+    def __init__(self, looks: int, speed: float) -> None:
+        super().__init__(world_size=1)
+        self.looks, self.speed, self.looked = looks, speed, 0
+        self.attached: asyncio.Task[None] | None = None
+
+    async def start(self, launch: int, environment: Mapping[str, str]) -> None:
+        self.launch_id = environment["VIME_LAUNCH_ID"]
+
+    def cpu_seconds(self, rank: int) -> float:
+        self.looked += 1
+        if self.looked == self.looks:
+            self.attached = asyncio.create_task(self.ranks.mailbox.attach(self.launch_id, 0, "host:1"))
+        return self.looked * self.speed
+
+
+async def test_ranks_that_still_import_are_waited_for_beyond_their_time_out(monkeypatch):
+    monkeypatch.setattr("vime_trainer.adapters.ranks._LOOK_S", 0.02)
+    ranks = make_ranks(Slow(looks=20, speed=1.0), start_timeout_s=0.1)
+    starting = asyncio.create_task(ranks.start())
+    await asyncio.sleep(0.1)
+    assert "not up yet: rank 0 (" in ranks.starting
+    await starting
+    assert ranks.starting == ""
+    await ranks.stop()
+
+
+@pytest.mark.parametrize(("speed", "at_most"), [(0.0, 10), (1.0, 2)])
+async def test_ranks_that_stand_still_or_never_come_are_not_waited_for_for_ever(monkeypatch, speed, at_most):
+    monkeypatch.setattr("vime_trainer.adapters.ranks._LOOK_S", 0.02)
+    monkeypatch.setattr("vime_trainer.adapters.ranks._STARTS_AT_MOST", at_most)
+    ranks = make_ranks(Slow(looks=1000, speed=speed), start_timeout_s=0.1)
+    with pytest.raises(RankDied, match=r"not up yet: rank 0 \(.*rank_start_timeout_s = 0\.1"):
+        await ranks.start()
+
+
+async def test_the_rank_that_died_is_named_to_whoever_waits_for_it():
+    processes = Processes()
+    dies = asyncio.Event()
+
+    async def wait_for_death(poll_s: float = 0.3) -> Death:
+        await dies.wait()
+        return Death(0, "rank 0 (pid 7) was killed by SIGKILL")
+
+    processes.wait_for_death = wait_for_death
+    ranks = make_ranks(processes)
+    await ranks.start()
+    trainer = SimpleNamespace(driving=lambda _: contextlib.nullcontext())
+    servicer = TrainerServicer(trainer, None, ranks)
+    calls = [
+        servicer.TrainStep(TrainStepRequest(groups=[TrajectoryGroup(group_id="a")]), None),
+        servicer.ScoreSamples(ScoreSamplesRequest(samples=[Sample()]), None),
+    ]
+    running = [asyncio.create_task(call) for call in calls]
+    await _next(ranks, 0)
+    dies.set()
+    for task in running:
+        with pytest.raises(errors.RankDied, match=r"killed by SIGKILL|not started") as raised:
+            await task
+        assert raised.value.reason == "RANK_DIED"
+        assert set(raised.value.metadata) == {"rank", "cause"}
+    assert running[0].exception().metadata["rank"] == "0"
     await ranks.stop()

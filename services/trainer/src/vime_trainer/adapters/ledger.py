@@ -15,7 +15,7 @@ from vime_client.errors import RpcError
 from vime_trainer.adapters.patience import patiently
 from vime_trainer.adapters.protos import enum_name, to_seconds, version_from_proto, version_to_proto
 from vime_trainer.engine.shape import ModelShape
-from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Opened, Unusable
+from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Harvest, Opened, Unusable
 from vime_trainer.loop.versions import Version
 
 _CALL_S = 60.0
@@ -166,13 +166,25 @@ class GrpcLedger:
             self._holds[table] = config.eval_hold if config.HasField("eval_hold") else True
         return self._holds[table]
 
+    async def harvest(self) -> Harvest:
+        """See the port."""
+        info = await self._info()
+        counts = info.counts
+        return Harvest(
+            made=counts.prompts_inserted,
+            given_up={why: n for why, n in sorted(counts.prompts_given_up.items()) if n},
+            stored=counts.groups_stored,
+            groups_per_step=info.config.groups_per_step,
+        )
+
+    async def _info(self) -> table_service_pb2.TableInfo:
+        request = table_service_pb2.GetTableRequest(name=self._table)
+        answer = await patiently("buffer.GetTable", lambda: self._tables.GetTable(request, timeout=_CALL_S))
+        return answer.table
+
     async def counts(self) -> dict[str, float]:
         """See the port."""
-        answer = await patiently(
-            "buffer.GetTable",
-            lambda: self._tables.GetTable(table_service_pb2.GetTableRequest(name=self._table), timeout=_CALL_S),
-        )
-        counts = answer.table.counts
+        counts = (await self._info()).counts
         named = {
             "groups_inserted": counts.groups_inserted,
             "groups_stored": counts.groups_stored,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ PEER_FAILED = "RANK_DIED"
 
 # How long the other ranks have to answer once one has failed: they know by then, or wait for it in a collective.
 _PEERS_S = 15.0
+# Between two looks at ranks that start; and how many times its time-out a start takes at the very most.
+_LOOK_S = 2.0
+_STARTS_AT_MOST = 10
 
 Command = pb.NextCommandResponse
 Result = pb.ReportResultRequest
@@ -55,6 +59,8 @@ class GrpcRanks:
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()
         self.address = ""
+        self.starting = ""
+        """What a start waits for, for people; empty if it waits for nothing."""
         self.mailbox: Mailbox[Command, Result] | None = None
         self.components: dict[str, str] = {}
 
@@ -83,13 +89,30 @@ class GrpcRanks:
         try:
             await self._processes.start(self._launches, environment)
             self._watch = asyncio.create_task(self._watch_deaths(mailbox), name="watch-ranks")
-            await mailbox.wait_attached(self._start_timeout_s)
-        except TimeoutError:
-            await self.stop()
-            raise RankDied(f"not all of {self._world_size} ranks were up after {self._start_timeout_s:.0f} s") from None
+            await self._wait_attached(mailbox)
         except BaseException:  # half-started ranks must not pass for fresh ones
             await self.stop()
             raise
+
+    async def _wait_attached(self, mailbox: Mailbox[Command, Result]) -> None:
+        """Until every rank is up, as long as those that are missing get on: imports may take minutes."""
+        began = moved = time.monotonic()
+        used: dict[int, float] = {}
+        while mailbox.missing:
+            try:
+                await mailbox.wait_attached(_LOOK_S)
+            except TimeoutError:
+                now, latest = time.monotonic(), {r: self._processes.cpu_seconds(r) for r in mailbox.missing}
+                if any(latest[rank] > used.get(rank, 0.0) for rank in latest):
+                    moved, used = now, latest
+                self.starting = _progress(latest, now - began)
+                limit = self._start_timeout_s
+                if now - moved > limit or now - began > _STARTS_AT_MOST * limit:
+                    raise RankDied(
+                        f"{self.starting} and used no processor for {now - moved:.0f} s "
+                        f"(trainer.faults.rank_start_timeout_s = {limit:g})"
+                    ) from None
+        self.starting = ""
 
     async def stop(self) -> None:
         """End the processes; whoever waits for a command gets RankDied."""
@@ -102,9 +125,9 @@ class GrpcRanks:
         await self._processes.stop()
 
     async def _watch_deaths(self, mailbox: Mailbox[Command, Result]) -> None:
-        cause = await self._processes.wait_for_death()
-        logger.error("%s", cause)
-        await mailbox.fail(RankDied(cause))
+        death = await self._processes.wait_for_death()
+        logger.error("%s", death.cause)
+        await mailbox.fail(RankDied(death.cause, death.rank))
 
     async def _run(self, command: Command, timeout_s: float | None = None) -> list[Result]:
         limit = self._command_timeout_s if timeout_s is None else timeout_s
@@ -223,7 +246,7 @@ class GrpcRanks:
             hf=hf,
         )
         saved = (await self._run(Command(save=command)))[0].save
-        return Saved(saved.path, list(saved.kept_steps))
+        return Saved(saved.path, list(saved.kept_steps), saved.hf_path)
 
 
 class CommandFailed(Exception):
@@ -237,7 +260,14 @@ def _error(command: Command, result: Result) -> Exception:
         return Refused(message)
     # A damaged group is made again by the next incarnation, in its place in the batch; a rank that failed with another
     # which told nothing failed with a dead one.
-    return RankDied(message) if result.error_reason in ("CORRUPTED", PEER_FAILED) else CommandFailed(message)
+    if result.error_reason in ("CORRUPTED", PEER_FAILED):
+        return RankDied(message, result.rank)
+    return CommandFailed(message)
+
+
+def _progress(cpu_s: Mapping[int, float], waited_s: float) -> str:
+    missing = ", ".join(f"rank {rank} ({used:.0f} s of processor time)" for rank, used in sorted(cpu_s.items()))
+    return f"after {waited_s:.0f} s not up yet: {missing}"
 
 
 def _trained(results: Sequence[Result]) -> Trained:

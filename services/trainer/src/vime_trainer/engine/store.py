@@ -35,8 +35,13 @@ class Committed:
 
     path: Path
     step: int
-    oldest_kept_step: int
-    """Smallest step that can still be resumed from."""
+    kept_steps: tuple[int, ...]
+    """Steps that can still be resumed from, oldest first."""
+
+    @property
+    def oldest_kept_step(self) -> int:
+        """Smallest step that can still be resumed from."""
+        return self.kept_steps[0]
 
 
 class Store:
@@ -112,7 +117,7 @@ class Store:
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{self.root} holds no committed checkpoint")
-        return Committed(path, step_of(path), min(step_of(d) for d in self._complete()))
+        return Committed(path, step_of(path), tuple(sorted({step_of(d) for d in self._complete()})))
 
     def _check_file(self, file: Path, facts: dict[str, Any]) -> None:
         if not file.exists():

@@ -21,6 +21,12 @@ class State(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     RECOVERING = "recovering"
+    INCOMPLETE = "incomplete"
+
+    @property
+    def ended(self) -> bool:
+        """The loop is over."""
+        return self in (State.FINISHED, State.INCOMPLETE, State.FAILED)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Status:
     skipped_steps: int = 0
     stopped: bool = False
     """Finished because somebody said so, before the last step."""
+    model_path: str = ""
+    """HF folder of the trained model, once it is written."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from opentelemetry import trace
 
+from vime_service.errors import FailedPrecondition
 from vime_trainer.config import TrainerSettings
 from vime_trainer.loop.checkpoints import Resume
 from vime_trainer.loop.events import EvalEvent, EventLog, State, Status, StepEvent
@@ -78,7 +79,8 @@ class _Completion:
 
 
 class TrainingLoop:
-    """One incarnation after the other until the last step is completed. `run` may be called once."""
+    """One incarnation: from the newest checkpoint to the last step. `run` may be called once; the controller makes
+    another loop for the next incarnation."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class TrainingLoop:
         self._trained_step = 0
         self._saved_step = 0
         self._last_completion: _Completion | None = None
+        self._saved_path = ""
+        self._wanted_save: asyncio.Future[tuple[int, str]] | None = None
 
     @property
     def status(self) -> Status:
@@ -114,9 +118,28 @@ class TrainingLoop:
         """End after the step in hand."""
         self._stop.set()
 
+    async def save_soon(self) -> tuple[int, str]:
+        """Step and path of a checkpoint after the step in hand; of the last one, where nothing was trained since.
+        Raises FailedPrecondition if the loop ends before."""
+        if self._wanted_save is None:
+            self._wanted_save = asyncio.get_running_loop().create_future()
+        # bounded by: the caller's deadline
+        return await asyncio.shield(self._wanted_save)
+
     async def run(self) -> None:
         """Train to the last step. Raises LoopFailed, PublishFailed, RankDied or what the ledger raises."""
+        try:
+            await self._run()
+        finally:
+            if self._wanted_save is not None and not self._wanted_save.done():
+                self._wanted_save.set_exception(
+                    FailedPrecondition("the loop ended before it could save", state="ended", wanted="RUNNING")
+                )
+
+    async def _run(self) -> None:
         version = await self._open_incarnation()
+        if version.step >= self._settings.steps:
+            await self._say(detail=f"nothing is left to train: step {version.step} of {self._settings.steps} is done")
         for step in range(version.step + 1, self._settings.steps + 1):
             await self._report_evals(version)
             if self._stop.is_set():
@@ -130,7 +153,27 @@ class TrainingLoop:
         await self._report_evals(version, final=True)
         await self._save_before_the_end(version)
         stopped = self._stop.is_set() and self._status.train_step < self._settings.steps
-        await self._say(state=State.FINISHED, activity="", stopped=stopped)
+        missing = "" if stopped else await self._missing()
+        detail = "; ".join(part for part in (self._status.detail, missing) if part)
+        state = State.INCOMPLETE if missing else State.FINISHED
+        await self._say(state=state, activity="", stopped=stopped, detail=detail)
+
+    async def _missing(self) -> str:
+        """What a loop that came to its end in good order did not do for want of prompts that were given up; empty if
+        it did all that its data allowed."""
+        found = await self._ledger.harvest()
+        lost, limit = sum(found.given_up.values()), self._settings.faults.max_given_up_share
+        prompts = lost + found.made
+        if not lost:
+            return ""
+        reasons = ", ".join(f"{why} {n}" for why, n in found.given_up.items())
+        told = f"{lost} of {prompts} prompts were given up ({reasons})"
+        if lost > limit * prompts:
+            return f"{told}, which is more than trainer.faults.max_given_up_share = {limit:g} of them"
+        steps = (found.stored + lost) // max(1, found.groups_per_step)
+        if steps and self._status.train_step < self._settings.steps:
+            return f"{told}, with which {steps} more steps would have been trained"
+        return ""
 
     # ------------------------------------------------------------------ incarnations
 
@@ -162,6 +205,7 @@ class TrainingLoop:
         self._files.incarnation(version, resume.step, opened.rewound_groups, _publish_metrics(published))
         self._open_evals(await self._ledger.announce(version), resume.step)
         self._published_step = self._saved_step = self._trained_step = resume.step
+        self._saved_path = resume.path or ""
         kept = loaded.state
         self._last_completion = _Completion(resume.step, kept["trained"], None) if "trained" in kept else None
         await self._say(state=State.RUNNING, published=version, skipped_steps=int(kept.get("skipped_steps", 0)))
@@ -190,7 +234,8 @@ class TrainingLoop:
         final = step == self._settings.steps
         self._last_completion = _Completion(step, not trained.skipped, None if published is None else version)
         completed = await self._complete(policy, self._last_completion, final)
-        if final or completed.checkpoint_wanted or step % self._settings.checkpoint.interval == 0:
+        due = completed.checkpoint_wanted or step % self._settings.checkpoint.interval == 0
+        if final or due or self._wanted_save is not None:
             await clock.measure("save", self._save(step, version, final))
         await self._report_step(step, version, batch, trained, published, clock)
         return version
@@ -241,6 +286,10 @@ class TrainingLoop:
                     )
                 await self._save(step - 1, policy, final=False)
                 continue
+            if self._wanted_save is not None and step > 1:  # the step in hand may wait for long
+                if self._saved_step < step - 1:
+                    await self._save(step - 1, policy, final=False)
+                self._tell_saved()
             await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
             if caught_up := await self._publisher.catch_up(policy):
                 logger.info("brought %s to %s", ", ".join(caught_up), policy)
@@ -262,7 +311,7 @@ class TrainingLoop:
             [g.group_id for g in batch.groups],
             assign_groups([g.tokens for g in batch.groups], self._ranks.data_parallel),
             policy,
-            score_without_replay=interval > 0 and step % interval == 0,
+            score_without_replay=interval > 0 and (step == 1 or step % interval == 0),
             sample_texts=metrics.sample_texts,
         )
 
@@ -302,8 +351,15 @@ class TrainingLoop:
             state["trained"] = self._last_completion.trained
         saved = await self._ranks.save(step, state, self._settings.checkpoint.export_hf or final)
         await self._ledger.checkpoint_committed(version.incarnation, step, min(saved.kept_steps))
-        self._saved_step = step
-        await self._say(checkpoint_step=step)
+        self._saved_step, self._saved_path = step, saved.path
+        self._tell_saved()
+        await self._say(checkpoint_step=step, model_path=saved.hf_path or self._status.model_path)
+
+    def _tell_saved(self) -> None:
+        """Answer whoever asked for a checkpoint."""
+        if self._wanted_save is not None and not self._wanted_save.done():
+            self._wanted_save.set_result((self._saved_step, self._saved_path))
+        self._wanted_save = None
 
     async def _save_before_the_end(self, policy: Version) -> None:
         """A loop that was stopped leaves nothing to be trained again."""

@@ -63,6 +63,19 @@ class Completed:
 
 
 @dataclass(frozen=True)
+class Harvest:
+    """What became of the prompts of a table."""
+
+    made: int
+    """Prompts whose group is in the table, or was."""
+    given_up: dict[str, int]
+    """Prompts that nothing came of, by reason."""
+    stored: int
+    """Groups that are ready and in no batch."""
+    groups_per_step: int
+
+
+@dataclass(frozen=True)
 class EvalRound:
     """An eval round as it stands."""
 
@@ -96,6 +109,9 @@ class Ledger(Protocol):
     async def checkpoint_committed(self, incarnation: int, step: int, oldest_kept_step: int) -> None: ...
 
     async def eval_round(self, table: str, step: int) -> EvalRound: ...
+
+    async def harvest(self) -> Harvest:
+        """What became of the table's prompts so far."""
 
     async def counts(self) -> dict[str, float]:
         """Counts of the train table by metric name, such as `buffer/groups_stored`."""
@@ -187,10 +203,16 @@ class Saved:
 
     path: str
     kept_steps: list[int]
+    hf_path: str = ""
+    """Folder of its HF export; empty if there is none."""
 
 
 class RankDied(Exception):
-    """A rank process ended; the message names it and its cause."""
+    """A rank process ended; the message names it and its cause. `rank`: which; None where it is not one of them."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Ranks(Protocol):
@@ -198,6 +220,10 @@ class Ranks(Protocol):
 
     @property
     def data_parallel(self) -> int: ...
+
+    @property
+    def starting(self) -> str:
+        """What `start` waits for now, for people."""
 
     async def start(self) -> None:
         """Have fresh processes, which hold no weights yet."""

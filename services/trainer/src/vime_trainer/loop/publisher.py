@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.2
-# Generations are unique within the run: the incarnation in the high bits, a counter in the low ones.
 _AWAY_S = 1.0
+# Generations are unique within the run: the incarnation in the high bits, a counter in the low ones.
 _GENERATIONS_PER_INCARNATION = 1 << 32
 
 

@@ -115,10 +115,13 @@ class Commands:
     def save(self, command: pb.SaveCommand) -> pb.SaveResult:
         """Commit a checkpoint. Its HF folder comes first: a run resumed from the last step exports nothing again."""
         folder, step = Path(command.folder), int(command.train_step)
+        exported = folder.parent / "hf" / f"step_{step:06d}"
         if command.hf:
-            self._export(folder.parent / "hf" / f"step_{step:06d}")
+            self._export(exported)
         saved = self.engine.save_checkpoint(folder, step, json.loads(command.state_json), int(command.keep_last))
-        return pb.SaveResult(path=str(saved.path), kept_steps=[saved.oldest_kept_step, saved.step])
+        return pb.SaveResult(
+            path=str(saved.path), kept_steps=saved.kept_steps, hf_path=str(exported) if command.hf else ""
+        )
 
     def _export(self, folder: Path) -> None:
         """Write an HF folder that appears whole: one of a torn export is replaced."""

@@ -54,6 +54,11 @@ class Mailbox(Generic[Command, Result]):
             self._attached[rank] = who
             self._changed.notify_all()
 
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are not up yet."""
+        return sorted(set(range(self._world_size)) - set(self._attached))
+
     async def wait_attached(self, timeout_s: float) -> None:
         """Until every rank is up. Raises TimeoutError, or what `fail` was given."""
         async with asyncio.timeout(timeout_s), self._changed:

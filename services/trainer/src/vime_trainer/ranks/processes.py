@@ -5,18 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _STOP_GRACE_S = 5
 _STORE_S = 30.0
+
+
+# The last line of a traceback: `ValueError: …`, `torch.distributed.DistBackendError: …`.
+_TELLS = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended by itself; None: nobody can tell which was the first."""
+
+    rank: int | None
+    cause: str
+    """One sentence that names it."""
 
 
 class RankProcesses:
@@ -70,33 +86,41 @@ class RankProcesses:
         """Process id by rank; empty before the start."""
         return {} if self._context is None else dict(self._context.pids())
 
-    async def wait_for_death(self, poll_s: float = 0.3) -> str:
+    def cpu_seconds(self, rank: int) -> float:
+        """Processor time that the rank has used: it grows while it imports or loads. 0 where that cannot be told."""
+        try:
+            fields = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()
+        except (KeyError, OSError):  # not started, gone, or no Linux
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def wait_for_death(self, poll_s: float = 0.3) -> Death:
         """Wait until a rank ends by itself; who, and of what. Elastic closes the others then."""
         while True:
-            if self._context is not None and (cause := await asyncio.to_thread(self._poll)):
-                return cause
+            if self._context is not None and (death := await asyncio.to_thread(self._poll)):
+                return death
             await asyncio.sleep(poll_s)  # elastic offers a poll, no wake-up
 
-    def _poll(self) -> str | None:
+    def _poll(self) -> Death | None:
         assert self._context is not None
         result = self._context.wait(timeout=0)
         if result is None:
             return None
         if not result.failures:
-            return "all ranks ended with exit code 0 without being asked to"
-        named = [
-            f"rank {failure.local_rank} (pid {failure.pid}) {_cause(failure.exitcode)}{self._last_words(rank)}"
-            for rank, failure in sorted(result.failures.items())
-        ]
-        return "; ".join(named)
+            return Death(None, "all ranks ended with exit code 0 without being asked to")
+        # Those that elastic closed since another had died are not the cause.
+        failures = sorted(result.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[0]))
+        rank, first = failures[0]
+        return Death(rank, f"rank {rank} (pid {first.pid}) {_cause(first.exitcode)}{self._last_words(rank, first)}")
 
-    def _last_words(self, rank: int) -> str:
-        """The last line that the rank wrote to stderr, which usually says why."""
+    def _last_words(self, rank: int, failure: ProcessFailure) -> str:
+        """The error that the rank wrote to stderr, and where all of it is. One that was killed said nothing of it."""
         found = sorted(self._log_dir.glob(f"ranks-*/**/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
-        if not found:
+        if not found or failure.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             return ""
         lines = [line for line in found[-1].read_text(errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1][:300]}" if lines else ""
+        told = [line for line in lines if _TELLS.match(line)] or lines
+        return f": {told[-1][:300]} (log: {found[-1]})" if told else ""
 
     async def stop(self) -> None:
         """End them: SIGTERM, after a grace SIGKILL. Safe to call twice."""
