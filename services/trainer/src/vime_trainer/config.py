@@ -36,7 +36,8 @@ class MetricsConfig(ConfigModel):
     that costs a forward pass. 0: never."""
 
     sample_texts: int = Field(default=8, ge=0)
-    """Samples per step that are written to samples.jsonl."""
+    """Samples per step that are written to samples.jsonl, and prompts per eval round, always the first ones of their
+    table, whose answers are written to eval_samples.jsonl."""
 
 
 class FaultConfig(ConfigModel):

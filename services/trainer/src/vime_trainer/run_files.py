@@ -1,4 +1,4 @@
-"""The run folder's files that the trainer owns: metrics.jsonl and samples.jsonl, one JSON object a line."""
+"""The run folder's files that the trainer owns, one JSON object a line: metrics, samples and eval_samples."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class RunFiles:
     def __init__(self, run_dir: Path) -> None:
         self._metrics = run_dir / "metrics.jsonl"
         self._samples = run_dir / "samples.jsonl"
+        self._eval_samples = run_dir / "eval_samples.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in (self._metrics, self._samples):
+        for path in (self._metrics, self._samples, self._eval_samples):
             _end_torn_line(path)
 
     def incarnation(
@@ -40,6 +41,10 @@ class RunFiles:
     def evaluation(self, table: str, step: int, metrics: Mapping[str, float]) -> None:
         """An eval round was completed."""
         self._append(self._metrics, [{"eval_step": step, "table": table} | dict(metrics)])
+
+    def eval_samples(self, table: str, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """What was answered to some prompts of an eval round."""
+        self._append(self._eval_samples, [{"table": table, "step": step} | dict(answer) for answer in answers])
 
     def samples(self, step: int, sample_json: Sequence[str]) -> None:
         """Some samples of a step, as the ranks gave them."""

@@ -219,6 +219,9 @@ class FakeLedger:
     async def eval_round(self, table: str, step: int) -> EvalRound:
         return EvalRound(self.evals_end, {table: 0.5}, "done" if self.evals_end else "0 of 3 prompts", self.evals_hold)
 
+    async def eval_answers(self, table: str, step: int, prompts: int) -> list[dict[str, Any]]:
+        return [{"prompt": f"{i}+1=", "response": str(i), "reward": 0.5} for i in range(prompts)]
+
     async def harvest(self) -> Harvest:
         return self.harvested
 

@@ -418,3 +418,13 @@ async def test_a_checkpoint_that_no_step_will_write_is_refused(build, make_ledge
     await loop.run()
     with pytest.raises(FailedPrecondition, match="the loop ended before it could save"):
         await asked
+
+
+async def test_the_answers_of_an_eval_round_are_written_for_people(build, make_ledger):
+    loop = build(make_ledger(evals={0: ["eval/x"], 2: ["eval/x"]}), steps=2, metrics={"sample_texts": 2})
+    await loop.run()
+    lines = [json.loads(line) for line in (loop.test_run_dir / "eval_samples.jsonl").read_text().splitlines()]
+    assert [(r["table"], r["step"], r["prompt"]) for r in lines] == [
+        ("eval/x", step, prompt) for step in (0, 2) for prompt in ("0+1=", "1+1=")
+    ]
+    assert {"response", "reward", "time"} <= set(lines[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -11,9 +13,10 @@ from vime.buffer.v1 import prompt_service_pb2, table_service_pb2
 from vime.buffer.v1.batch_service_pb2_grpc import BatchServiceStub
 from vime.buffer.v1.table_service_pb2_grpc import TableServiceStub
 from vime.common.v1.engine_pb2 import ModelDescription
+from vime.common.v1.trajectory_pb2 import FinishReason, Sample, TrajectoryGroup
 from vime_client.errors import RpcError
 from vime_trainer.adapters.patience import patiently
-from vime_trainer.adapters.protos import enum_name, to_seconds, version_from_proto, version_to_proto
+from vime_trainer.adapters.protos import enum_name, prompt_text, to_seconds, version_from_proto, version_to_proto
 from vime_trainer.engine.shape import ModelShape
 from vime_trainer.loop.ports import Batch, Completed, EvalRound, Group, Harvest, Opened, Unusable
 from vime_trainer.loop.versions import Version
@@ -22,6 +25,13 @@ _CALL_S = 60.0
 # LeaseBatch answers an empty OK shortly before its deadline; the rest is for the way back.
 _MARGIN_S = 2.0
 _DETAIL_CHARS = 500
+_READABLE = (
+    table_service_pb2.GROUP_STATE_STORED,
+    table_service_pb2.GROUP_STATE_LEASED,
+    table_service_pb2.GROUP_STATE_CONSUMED,
+)
+
+logger = logging.getLogger(__name__)
 _FINAL = (prompt_service_pb2.BLOCK_REASON_END_OF_DATA, prompt_service_pb2.BLOCK_REASON_CLOSED)
 
 
@@ -158,6 +168,22 @@ class GrpcLedger:
             answer.done, metrics, f"{ended} of {answer.prompts} prompts", await self._holds_training(table)
         )
 
+    async def eval_answers(self, table: str, step: int, prompts: int) -> list[dict[str, Any]]:
+        """See the port."""
+        request = table_service_pb2.ListGroupsRequest(table=table, page_size=prompts, eval_step=step)
+        try:
+            listed = await patiently("buffer.ListGroups", lambda: self._tables.ListGroups(request, timeout=_CALL_S))
+            wanted = [group.group_id for group in listed.groups if group.state in _READABLE]
+            groups = await patiently("buffer.GetGroups", lambda: self._groups(wanted)) if wanted else []
+        except RpcError as error:  # a diary is no reason to end a run
+            logger.warning("the answers of %s at step %d cannot be read: %s", table, step, error)
+            return []
+        return [_answer(group, group.samples[0]) for group in groups if group.samples]
+
+    async def _groups(self, group_ids: list[str]) -> list[TrajectoryGroup]:
+        stream = self._batches.GetGroups(pb.GetGroupsRequest(group_ids=group_ids), timeout=_CALL_S)
+        return [group async for part in stream for group in part.groups]
+
     async def _holds_training(self, table: str) -> bool:
         if table not in self._holds:  # a table's setting is fixed
             request = table_service_pb2.GetTableRequest(name=table)
@@ -203,6 +229,18 @@ class GrpcLedger:
         metrics = {f"buffer/{name}": float(value) for name, value in named.items()}
         metrics |= {f"rollout/dynamic_filter/drop_{why}": float(n) for why, n in counts.groups_dropped.items()}
         return metrics
+
+
+def _answer(group: TrajectoryGroup, sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "prompt": prompt_text(group.prompt),
+        "record": group.prompt.record_json,
+        "response": sample.response_text,
+        "reward": sample.reward if sample.HasField("reward") else None,
+        "parts": dict(sample.reward_parts),
+        "finish_reason": enum_name(FinishReason, sample.finish_reason),
+    }
 
 
 def _description(shape: ModelShape) -> ModelDescription:

@@ -6,6 +6,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
+from vime.common.v1.trajectory_pb2 import Prompt
 from vime.common.v1.weight_version_pb2 import WeightVersion
 from vime_trainer.loop.versions import Version
 
@@ -18,6 +19,11 @@ def version_to_proto(version: Version) -> WeightVersion:
 def version_from_proto(version: WeightVersion) -> Version:
     """Contract to domain."""
     return Version(version.run_id, version.incarnation, version.step)
+
+
+def prompt_text(prompt: Prompt) -> str | list[str] | None:
+    """What the model was asked, for people: the text, or that of each message; None where only token ids are known."""
+    return prompt.text or [message.content for message in prompt.chat.messages] or None
 
 
 def seconds(value: float) -> Duration:

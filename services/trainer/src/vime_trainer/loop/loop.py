@@ -427,6 +427,8 @@ class TrainingLoop:
                 continue
             self._pending_evals.remove((table, step))
             self._files.evaluation(table, step, done)
+            if prompts := self._settings.metrics.sample_texts:
+                self._files.eval_samples(table, step, await self._ledger.eval_answers(table, step, prompts))
             await self._events.add(EvalEvent(table, step, done))
 
     async def _await_eval(self, table: str, step: int, policy: Version, final: bool) -> dict[str, float] | None:

@@ -31,7 +31,7 @@ class Group:
     tokens: int
     staleness: int
     oldest: Version | None
-    attempt: int = 1
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,10 @@ class Ledger(Protocol):
     async def checkpoint_committed(self, incarnation: int, step: int, oldest_kept_step: int) -> None: ...
 
     async def eval_round(self, table: str, step: int) -> EvalRound: ...
+
+    async def eval_answers(self, table: str, step: int, prompts: int) -> list[dict[str, Any]]:
+        """What was answered to the first prompts of a round that is done, as records for people; in order, the same
+        prompts in every round. Fewer where some were given up or cannot be read any more."""
 
     async def harvest(self) -> Harvest:
         """What became of the table's prompts so far."""
