@@ -16,8 +16,11 @@ from vime.buffer.v1 import batch_service_pb2 as batch_pb
 from vime.buffer.v1 import batch_service_pb2_grpc as batch_grpc
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime.buffer.v1 import prompt_service_pb2_grpc as prompt_grpc
+from vime.buffer.v1 import table_service_pb2 as table_pb
+from vime.buffer.v1 import table_service_pb2_grpc as table_grpc
 from vime.common.v1 import weight_version_pb2 as version_pb
-from vime_buffer.testing import proto_group, write_prompts
+from vime_buffer.catalog import data_problems
+from vime_buffer.testing import proto_group, table, write_prompts
 
 CONFIG = """
 [server]
@@ -99,8 +102,8 @@ def test_what_was_acked_survives_sigkill_and_sigterm_ends_with_zero(folder):
     [
         (("groups_per_step = 2", "groups_per_stp = 2"), 2, 'did you mean "buffer.tables.train.groups_per_step"?'),
         (("groups_per_step = 2", "groups_per_step = 2\ncapacity = 1"), 2, "groups_per_step 2 is above capacity 1"),
-        (('"train.jsonl"', '"missing.jsonl"'), 2, "missing.jsonl does not exist"),
-        (('"train.jsonl"', '"bad.jsonl"'), 1, "bad.jsonl line 2 (byte 16): not valid JSON"),
+        (('"train.jsonl"', '"missing.jsonl"'), 2, "missing.jsonl cannot be read: No such file"),
+        (('"train.jsonl"', '"bad.jsonl"'), 2, "bad.jsonl line 2 (byte 16): not valid JSON"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence_with_a_non_zero_exit(folder, change, code, sentence):
@@ -112,6 +115,83 @@ def test_what_is_wrong_is_said_in_one_sentence_with_a_non_zero_exit(folder, chan
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("vime-buffer: ")]
     assert sentence in line
     assert "Traceback" not in ended.stderr
+
+
+def test_a_killed_buffer_starts_without_its_file_and_goes_on_when_it_is_back(folder):
+    version = version_pb.WeightVersion(run_id="run", incarnation=1, step=0)
+    ask = prompt_pb.LeasePromptsRequest(worker_id="w", max_prompts=2)
+    with started(folder) as (process, channel):
+        batches, prompts = batch_grpc.BatchServiceStub(channel), prompt_grpc.PromptServiceStub(channel)
+        batches.OpenIncarnation(batch_pb.OpenIncarnationRequest(run_id="run"), timeout=10)
+        batches.AnnounceVersion(batch_pb.AnnounceVersionRequest(version=version), timeout=10)
+        leases = prompts.LeasePrompts(ask, timeout=10).leases
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+    (folder / "train.jsonl").rename(folder / "away")
+    with started(folder) as (_, channel):
+        batches, prompts = batch_grpc.BatchServiceStub(channel), prompt_grpc.PromptServiceStub(channel)
+        tables = table_grpc.TableServiceStub(channel)
+        blocked = tables.GetTable(table_pb.GetTableRequest(name="train"), timeout=10).table.blocked
+        assert blocked == f"prompt source {folder}/train.jsonl cannot be read: No such file or directory"
+        for lease in leases:  # what was leased before needs no file
+            insert = prompt_pb.InsertGroupRequest(lease_id=lease.lease_id, group=proto_group(lease))
+            prompts.InsertGroup(insert, timeout=10)
+        batch = batches.LeaseBatch(batch_pb.LeaseBatchRequest(incarnation=1, train_step=1), timeout=10)
+        assert [group.group_id for group in batch.groups] == [lease.group_id for lease in leases]
+        version.step = 1
+        done = batch_pb.CompleteStepRequest(
+            incarnation=1, train_step=1, outcome=batch_pb.STEP_OUTCOME_TRAINED, published_version=version
+        )
+        batches.CompleteStep(done, timeout=10)
+        assert prompts.LeasePrompts(ask, timeout=10).blocked_by == prompt_pb.BLOCK_REASON_SOURCE
+        (folder / "away").rename(folder / "train.jsonl")
+        ask.wait.seconds = 30
+        assert [lease.prompt.index for lease in prompts.LeasePrompts(ask, timeout=40).leases] == [2, 3]
+
+
+def test_a_dry_run_tells_every_fault_of_the_data(folder):
+    lines = [f'{{"prompt": "p", "answer": {n}}}' for n in range(120)]
+    lines[99] = '{"prompt": "p"}'
+    lines[110] = '{"prompt": 7, "answer": 1}'
+    (folder / "missing_key.jsonl").write_text("\n".join(lines))
+    (folder / "parquet.jsonl").write_bytes(b"PAR1" + bytes(99))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "large.jsonl").write_text('{"prompt": "' + "x" * 70_000_000 + '"}')
+    (folder / "lenient.jsonl").write_text('{"prompt": "\\ud83d"}\n{"prompt": "p"}')
+    path = folder / "buffer.toml"
+    text = path.read_text().replace('path = "train.jsonl"', 'path = "missing_key.jsonl", required_keys = ["answer"]')
+    for name in ("parquet", "empty", "large", "nowhere", "lenient"):
+        lenient = ", lenient = true" if name == "lenient" else ""
+        text += f'[buffer.tables."eval/{name}"]\nsource = {{ path = "{name}.jsonl"{lenient} }}\n'
+        text += "sampling = { max_tokens = 8 }\n"
+    path.write_text(text)
+    ended = run(folder, "--dry-run")
+    assert ended.returncode == 2
+    at = [sum(len(line) + 1 for line in lines[:n]) for n in range(120)]
+    room = (64 << 20) - (64 << 10) - 10 - 8192
+    assert ended.stderr.splitlines() == [
+        f'vime-buffer: table "train": {folder}/missing_key.jsonl line 100 (byte {at[99]}): key "answer" is missing',
+        f'vime-buffer: table "train": {folder}/missing_key.jsonl line 111 (byte {at[110]}): "prompt" must be text, a '
+        "list of messages or a list of token ids, not a number",
+        f'vime-buffer: table "eval/parquet": prompt source {folder}/parquet.jsonl is a Parquet file; it must be '
+        "JSONL, one JSON object on each line",
+        f'vime-buffer: table "eval/empty": prompt source {folder}/empty.jsonl has no records',
+        f'vime-buffer: table "eval/large": {folder}/large.jsonl line 1 (byte 0): a line of 70000014 bytes, '
+        f"one record may have at most {room}",
+        f'vime-buffer: table "eval/nowhere": prompt source {folder}/nowhere.jsonl cannot be read: '
+        "No such file or directory",
+    ]
+    assert f"# {folder}/lenient.jsonl: bad lines that are skipped: {{'lone_surrogate': 1}}" in ended.stdout
+
+
+def test_what_a_dry_run_leaves_unchecked_is_said(folder):
+    path = write_prompts(folder / "train.jsonl", 100)
+    tables = [table(path)]
+    with path.open("a") as file:
+        file.write("nonsense\n")
+    assert len(data_problems(tables, 1 << 20).problems) == 1
+    found = data_problems(tables, 1 << 20, at_most=100)
+    assert (found.problems, found.notes) == ([], [f"{path}: only the first 104 bytes were checked"])
 
 
 def test_a_busy_port_is_named(folder):

@@ -182,3 +182,26 @@ def test_a_place_that_points_nowhere_is_damage(folder):
     segments, (place,) = written(folder, [b"abc"])
     with pytest.raises(DataLoss):
         segments.read(Place(place.segment, place.offset + 1, 3))
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+@pytest.mark.parametrize("number", [5, 13, 24], ids=["EIO", "EACCES", "EMFILE"])
+def test_a_shortage_is_not_damage(folder, monkeypatch, call, number):
+    segments, (place,) = written(folder, [b"abc"])
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(StorageFailed, match=rf"cannot read .*segment-00000001.seg: {os.strerror(number)}") as caught:
+        segments.read(place)
+    assert caught.value.retry_after
+    monkeypatch.undo()
+    assert segments.read(place) == b"abc"
+
+
+def test_a_folder_that_is_away_is_not_damage(folder):
+    segments, (place,) = written(folder, [b"abc"])
+    os.rename(folder, folder.with_name("away"))
+    with pytest.raises(StorageFailed, match="No such file"):
+        segments.read(place)

@@ -129,7 +129,7 @@ def test_a_recipe_loads_with_names_and_paths_resolved(tmp_path):
         ("groups_per_step = 16", "groups_per_step = 16\ncapacity = 4", "groups_per_step 16 is above capacity 4"),
         ("groups_per_step = 16", "groups_per_step = 0", "groups_per_step must be set"),
         ("samples_per_prompt = 8", "samples_per_prompt = 0", "samples_per_prompt"),
-        ('"train.jsonl"', '"missing.jsonl"', "missing.jsonl does not exist"),
+        ("samples_per_prompt = 8", f'samples_per_prompt = 8\nreward = "{"r" * 129}"', "129 characters, at most 128"),
         ('"heldout.jsonl"', '"heldout.jsonl", name = "train"', 'two sources are called "train"'),
         ("max_tokens = 32, temperature = 1.0", 'max_tokens = 32, extra_json = "[]"', "must be a JSON object"),
     ],
@@ -142,3 +142,8 @@ def test_a_wrong_configuration_names_the_key_and_the_number(tmp_path, before, af
 def test_overrides_reach_a_table_with_a_slash_in_its_name(tmp_path):
     config = load(tmp_path, CONFIG, "buffer.tables.eval/heldout.eval_interval=5")
     assert config.buffer.tables["eval/heldout"].eval_interval == 5
+
+
+def test_a_group_must_fit_into_a_message(tmp_path):
+    with pytest.raises(ConfigError, match=r"max_group_bytes 50331648 does not fit .*max_message_bytes is 50331649"):
+        load(tmp_path, CONFIG, f"server.max_message_bytes={(48 << 20) + 1}")

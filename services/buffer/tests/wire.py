@@ -79,7 +79,7 @@ class Caller:
 
 
 @asynccontextmanager
-async def buffer(folder, tables=None, clock=None, **settings):
+async def buffer(folder, tables=None, clock=None, message_bytes=MAX_MESSAGE_BYTES, **settings):
     write_prompts(folder / "train.jsonl", 40)
     write_prompts(folder / "heldout.jsonl", 3)
     default = {
@@ -93,8 +93,9 @@ async def buffer(folder, tables=None, clock=None, **settings):
     config = BufferSettings.model_validate(
         {"dir": folder / "ledger", "run_id": RUN, "seed": 5, "tables": tables or default, **settings}
     )
+    server = ServerConfig(grace_seconds=0.5, max_message_bytes=message_bytes)
     async with (
-        serving("buffer", "vime-buffer", ServerConfig(grace_seconds=0.5), registration(config, clock)) as service,
+        serving("buffer", "vime-buffer", server, registration(config, clock)) as service,
         grpc.aio.insecure_channel(service.address, options=OPTIONS) as channel,
     ):
         caller = Caller(channel)

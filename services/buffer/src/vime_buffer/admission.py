@@ -42,7 +42,14 @@ def admit(ledger: Ledger, wanted: int, tables: Collection[str]) -> Admitted:
     if rows:
         return Admitted(tuple(rows))
     refusals += _eval_refusal(ledger, run, tables, alone=not refusals)
-    order = (Blocked.ADMISSION, Blocked.EVAL, Blocked.GENERATING, Blocked.END_OF_DATA, Blocked.CLOSED)
+    order = (
+        Blocked.ADMISSION,
+        Blocked.EVAL,
+        Blocked.GENERATING,
+        Blocked.SOURCE,  # it may come back: until then the data has not ended
+        Blocked.END_OF_DATA,
+        Blocked.CLOSED,
+    )
     return min(refusals, key=lambda refusal: order.index(refusal.blocked))
 
 
@@ -55,7 +62,8 @@ def _eval_rows(ledger: Ledger, wanted: int, tables: Collection[str]) -> list[int
     for found in rounds:
         if len(rows) >= wanted:
             break
-        if ledger.table_by_id(found["table_id"]).name in tables:
+        table = ledger.table_by_id(found["table_id"])
+        if table.name in tables and not table.blocked:
             rows += _ids(
                 ledger,
                 "SELECT id FROM groups WHERE table_id = ? AND eval_step = ? AND state = 0 ORDER BY admission LIMIT ?",
@@ -91,6 +99,8 @@ def _table_rows(ledger: Ledger, run: RunState, table: Table, wanted: int) -> Adm
     if row["closed"]:
         return Admitted(blocked=Blocked.CLOSED, counts={"completed_step": run.completed_step})
     counts = occupancy_counts(ledger, run, table)
+    if table.blocked and (counts["queued"] or not exhausted(ledger, table)):
+        return Admitted(blocked=Blocked.SOURCE, counts=counts)
     if row["drops_in_a_row"] >= table.settings.max_drops_in_a_row:
         # Generating more would go on for ever; LeaseBatch tells the trainer, whose next incarnation may try again.
         return Admitted(blocked=Blocked.ADMISSION, counts={**counts, "drops_in_a_row": row["drops_in_a_row"]})
@@ -153,19 +163,20 @@ def _limits(table: Table) -> Limits:
 
 def _draw(ledger: Ledger, table: Table, wanted: int) -> list[int]:
     """Admit new prompts: the cursor moves and the rows appear in one transaction."""
-    if wanted <= 0:
+    source = table.source
+    if wanted <= 0 or source is None:
         return []
     cursor = ledger.db.one("SELECT epoch, position, next_admission FROM tables WHERE id = ?", table.id)
     assert cursor is not None, "tables in memory are in the rows"
     epoch, position, admission = cursor["epoch"], cursor["position"], cursor["next_admission"]
     drawn: list[tuple[object, ...]] = []
-    while len(drawn) < wanted and table.source.has(epoch):
-        index = table.source.index_at(epoch, position)
-        name = f"{table.name}/{prompt_id(table.source.settings.name, epoch, index)}"
+    while len(drawn) < wanted and source.has(epoch):
+        index = source.index_at(epoch, position)
+        name = f"{table.name}/{prompt_id(source.settings.name, epoch, index)}"
         drawn.append((table.id, name, admission, epoch, index, State.QUEUED))
         admission += 1
         position += 1
-        if position == table.source.records:
+        if position == source.records:
             epoch, position = epoch + 1, 0
     if drawn:
         ledger.db.many(
@@ -188,7 +199,7 @@ def _draw(ledger: Ledger, table: Table, wanted: int) -> list[int]:
 
 def exhausted(ledger: Ledger, table: Table) -> bool:
     """True if the source has no more prompts that were never admitted."""
-    return not table.source.has(ledger.db.value("SELECT epoch FROM tables WHERE id = ?", table.id))
+    return not table.settings.source.has(ledger.db.value("SELECT epoch FROM tables WHERE id = ?", table.id))
 
 
 def occupancy_counts(ledger: Ledger, run: RunState, table: Table) -> dict[str, int]:

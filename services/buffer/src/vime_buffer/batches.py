@@ -84,7 +84,8 @@ def _held(ledger: Ledger, run: RunState, table: Table) -> BatchAnswer | None:
     if run.policy is None:
         return BatchAnswer(blocked=Blocked.NO_VERSION, counts={"incarnation": run.incarnation})
     if pending:
-        return BatchAnswer(blocked=Blocked.EVAL, counts={"eval_pending": pending})
+        detail = "; ".join(t.blocked for t in ledger.tables.values() if t.settings.is_eval and t.blocked)
+        return BatchAnswer(blocked=Blocked.EVAL, counts={"eval_pending": pending}, detail=detail)
     if closed:
         return BatchAnswer(blocked=Blocked.CLOSED, counts={"completed_step": run.completed_step})
     unfinished = range(run.completed_step + 1, run.leased_step + 1)
@@ -272,11 +273,13 @@ def _blocked(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask
         return BatchAnswer(blocked=Blocked.RETAINED_BYTES, counts=full)
     if counts["open"]:
         reason = Blocked.GENERATING
+    elif table.blocked:
+        reason = Blocked.SOURCE
     elif not may_admit(ledger, run, table):
         reason = Blocked.ADMISSION
     else:
         reason = Blocked.GENERATING if workers_ask else Blocked.NO_WORKER
-    return BatchAnswer(blocked=reason, counts=counts, awaited=_awaited(ledger, table, step))
+    return BatchAnswer(blocked=reason, counts=counts, awaited=_awaited(ledger, table, step), detail=table.blocked)
 
 
 def _awaited(ledger: Ledger, table: Table, step: int) -> tuple[Awaited, ...]:

@@ -10,17 +10,17 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vime_buffer import batches, catalog, evals, incarnation, leases, quarantine, views
 from vime_buffer.changes import Changes
 from vime_buffer.content import GroupContent, GroupRules
 from vime_buffer.digests import payload_digest
-from vime_buffer.ledger import Ledger
+from vime_buffer.ledger import Ledger, Table
 from vime_buffer.schema import OWN_FAULTS, Database, database_failed
 from vime_buffer.settings import TableSettings, check_table
-from vime_buffer.sources import JsonlSource
+from vime_buffer.sources import JsonlSource, SourceUnusable
 from vime_buffer.validation import check_drop_reason, check_group
 from vime_buffer.values import (
     BatchAnswer,
@@ -51,6 +51,9 @@ _LARGE = 256 << 10
 """Groups above this many bytes are checked in a thread, so that other calls go on meanwhile."""
 _SWEEP_S = 0.5
 """How often leases that ended are looked for while no call does it."""
+
+_MEND_S = 1.0
+"""How often the sources of blocked tables are looked for, at most."""
 
 _LAWS_EVERY = 20
 """Beats of the sweep between two looks at the conservation laws."""
@@ -139,6 +142,30 @@ class Buffer:
                 return
             except VimeError:
                 continue  # the writer said why; the disk may be better at the next beat
+
+    async def mend_sources(self) -> None:
+        """Look for the sources of blocked tables, for ever; to be run as a task. Looking takes 1/20 of one thread."""
+        seen: dict[str, str] = {}
+        while not self.changes.stopped:
+            began = self._loop.time()
+            for table in [table for table in self._ledger.tables.values() if table.blocked]:
+                await self._mend_source(table)
+            blocked = {name: table.blocked for name, table in self._ledger.tables.items() if table.blocked}
+            if blocked != seen:  # no row changed, so that no commit says it
+                seen = blocked
+                self.changes.announce()
+                self._slots.announce()
+            await self._ledger.clock.sleep(max(_MEND_S, 20 * (self._loop.time() - began)))
+
+    async def _mend_source(self, table: Table) -> None:
+        try:
+            source = await asyncio.to_thread(catalog.open_source, table.settings, self._ledger.options, table.digest)
+            await self._write(lambda ledger: catalog.unblock(ledger, table, source))
+        except SourceUnusable as error:
+            reason = error.message
+            await self._write(lambda ledger: table.block(reason, ledger.clock.now()))
+        except VimeError:
+            return  # the writer said why
 
     async def check_laws(self) -> None:
         """Log an error for every conservation law that broke since the last look; none of them ever may."""
@@ -359,8 +386,7 @@ class Buffer:
         """Check a table, read its source and make it; see `catalog.create_table`."""
         check_table(settings)
         settings = settings.filled()
-        seed = self._ledger.options.seed
-        source: JsonlSource = await asyncio.to_thread(catalog.open_source, settings, seed)
+        source: JsonlSource = await asyncio.to_thread(catalog.open_source, settings, self._ledger.options)
         return await self._write(lambda ledger: catalog.create_table(ledger, settings, source))
 
     async def update_table(self, settings: TableSettings) -> views.TableView:
@@ -374,7 +400,14 @@ class Buffer:
 
     async def table(self, name: str) -> views.TableView:
         """See `views.table_view`."""
-        return await self._read(lambda db: views.table_view(db, name))
+        return self._with_source(await self._read(lambda db: views.table_view(db, name)))
+
+    def _with_source(self, view: views.TableView) -> views.TableView:
+        table = self._ledger.tables.get(view.settings.name)
+        if table is None:
+            return view
+        source = table.source
+        return replace(view, blocked=table.blocked, skipped=dict(source.skipped) if source else {})
 
     def settings(self, name: str) -> TableSettings:
         """Settings of a table, without a look at the disk."""
@@ -395,7 +428,10 @@ class Buffer:
 
     async def tables(self, after: str, limit: int) -> list[views.TableView]:
         """Up to `limit` tables in the order of their names, those after `after`."""
-        return await self._read(lambda db: [views.table_view(db, name) for name in views.table_names(db, after, limit)])
+        found = await self._read(
+            lambda db: [views.table_view(db, name) for name in views.table_names(db, after, limit)]
+        )
+        return [self._with_source(view) for view in found]
 
     def look(self) -> list[views.TableView]:
         """Every table now; for metrics, from any thread."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from vime_buffer.ledger import NO_PAYLOAD, Ledger, Table
+from vime_buffer.answer_size import record_room
+from vime_buffer.ledger import NO_PAYLOAD, Ledger, LedgerOptions, Table
 from vime_buffer.settings import MUTABLE, TableSettings, changed_fields, check_budget, check_table
-from vime_buffer.sources import JsonlSource
+from vime_buffer.sources import JsonlSource, SourceUnusable, scan
 from vime_buffer.values import DROP_DELETED, State
 from vime_service.errors import (
     AlreadyExists,
@@ -15,32 +17,67 @@ from vime_service.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
-    VimeError,
 )
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
+CHECKED = 512 << 20
+"""Bytes of each source that are checked before a start: some seconds."""
 
 
-def open_source(settings: TableSettings, run_seed: int, digest: str | None = None) -> JsonlSource:
-    """Open a table's source, which must have the bytes it had when the table was made.
+def open_source(settings: TableSettings, options: LedgerOptions, digest: str | None = None) -> JsonlSource:
+    """Check a table's source, which must have the bytes it had when the table was made.
 
     Raises:
-        InvalidArgument: it cannot be used.
-        FailedPrecondition: its content changed; cursors and prompt ids would mean other prompts.
+        SourceUnusable: it cannot be used, or its content changed: cursors and prompt ids would mean other prompts.
     """
-    source = JsonlSource(settings.source, run_seed)
+    source = JsonlSource(settings.source, options.seed, record_room(settings, options.message_bytes))
     if digest is not None and source.digest != digest:
-        source.close()
-        raise FailedPrecondition(
-            f'table "{settings.name}": prompt source {settings.source.path} changed since the run began '
+        raise SourceUnusable(
+            f"prompt source {settings.source.path} changed since the run began "
             f"(digest {source.digest}, was {digest}); restore it or begin a new run",
+            field="source.path",
             state=source.digest,
             wanted=digest,
         )
     if source.skipped:
-        _log.warning("bad lines skipped", table=settings.name, path=settings.source.path, skipped=source.skipped)
+        first = source.first_skipped
+        _log.warning("bad lines skipped", table=settings.name, skipped=dict(source.skipped), first=first)
     return source
+
+
+def data_problems(tables: Iterable[TableSettings], message_bytes: int, at_most: int = CHECKED) -> DataCheck:
+    """What is wrong with the sources of all tables, one sentence for each thing, before anything is started.
+
+    Args:
+        tables: settings, checked and filled in.
+        message_bytes: the message cap.
+        at_most: bytes of each file that are looked at.
+    """
+    check = DataCheck([], [])
+    for table in tables:
+        try:
+            found = scan(table.source, record_room(table, message_bytes), at_most)
+        except SourceUnusable as error:
+            said = [error.message]
+        else:
+            said = found.problems(lenient=table.source.lenient)
+            if not found.whole:
+                check.notes.append(f"{found.path}: only the first {found.checked} bytes were checked")
+            if found.bad and not said:
+                check.notes.append(f"{found.path}: bad lines that are skipped: {dict(found.bad)}")
+        check.problems.extend(f'table "{table.name}": {sentence}' for sentence in said)
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class DataCheck:
+    """What a look at the data found, in sentences."""
+
+    problems: list[str]
+    """What keeps a run from starting."""
+    notes: list[str]
+    """What is worth knowing."""
 
 
 def check_root(path: Path, roots: Sequence[Path]) -> Path:
@@ -74,26 +111,17 @@ def create_table(ledger: Ledger, settings: TableSettings, source: JsonlSource) -
         ImpossibleConfig: its retained_bytes leave no room.
     """
     if settings.name not in ledger.tables:
-        try:
-            _check_budget_with(ledger, [settings])
-        except VimeError:
-            source.close()
-            raise
+        _check_budget_with(ledger, [settings])
     return _make(ledger, settings, source)
 
 
 def _make(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> TableSettings:
     settings = settings.filled()
     found = ledger.tables.get(settings.name)
-    try:
-        if found is None:
-            _check_new(ledger, settings, source)
-        else:
-            _check_same(found, settings, source)
-    except VimeError:
-        source.close()
-        raise
-    if found is not None:
+    if found is None:
+        _check_new(ledger, settings, source)
+    else:
+        _check_same(found, settings, source)
         _move(ledger, found, source)
         return found.settings
     ledger.db.run(
@@ -101,7 +129,7 @@ def _make(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> Table
         settings.name, settings.model_dump_json(), source.digest,
     )  # fmt: skip
     table_id = ledger.db.value("SELECT id FROM tables WHERE name = ?", settings.name)
-    ledger.add_table(table_id, settings, source)
+    ledger.add_table(table_id, settings, source.digest, source)
     ledger.workers_may_go_on = True
     return settings
 
@@ -109,7 +137,7 @@ def _make(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> Table
 def _check_new(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> None:
     """Prompt ids begin with the source's name, so that one name must mean one file's prompts."""
     for other in ledger.tables.values():
-        if other.settings.source.name == settings.source.name and other.source.digest != source.digest:
+        if other.settings.source.name == settings.source.name and other.digest != source.digest:
             raise InvalidArgument(
                 f'table "{settings.name}": "{settings.source.name}" is the source {other.settings.source.path} '
                 f'of table "{other.name}", which has other content than {settings.source.path}; '
@@ -128,7 +156,7 @@ def _check_budget_with(ledger: Ledger, changed: Iterable[TableSettings]) -> None
 
 def _check_same(found: Table, settings: TableSettings, source: JsonlSource) -> None:
     different = changed_fields(found.settings, settings)
-    if not different and found.source.digest != source.digest:
+    if not different and found.digest != source.digest:
         different = ["source"]
     if different:
         raise AlreadyExists(
@@ -143,8 +171,14 @@ def _move(ledger: Ledger, table: Table, source: JsonlSource) -> None:
     """The same content may lie elsewhere now."""
     settings = table.settings.at(source.settings.path)
     ledger.db.run("UPDATE tables SET settings = ? WHERE id = ?", settings.model_dump_json(), table.id)
-    table.source.close()
-    table.source, table.settings = source, settings
+    table.settings = settings
+    unblock(ledger, table, source)
+
+
+def unblock(ledger: Ledger, table: Table, source: JsonlSource) -> None:
+    """A table's source can be used (again), and who waits for it looks again."""
+    table.unblock(source)
+    ledger.workers_may_go_on = True
 
 
 def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
@@ -159,7 +193,7 @@ def configure_tables(ledger: Ledger, tables: Iterable[TableSettings]) -> None:
     for settings in configured:
         found = ledger.tables.get(settings.name)
         if found is None:
-            _make(ledger, settings, open_source(settings, ledger.options.seed))
+            _make(ledger, settings, open_source(settings, ledger.options))
         elif changed_fields(found.settings, settings):
             _change(ledger, found, settings)
 

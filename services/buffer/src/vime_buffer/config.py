@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vime_buffer.settings import TableSettings, check_budget, check_table
+from vime_service.answer_size import FRAME_BYTES
 from vime_service.config import ConfigModel, Seconds
 from vime_service.errors import VimeError
 from vime_service.server_config import ServiceConfig
@@ -60,8 +61,6 @@ class BufferSettings(ConfigModel):
             except VimeError as error:
                 raise ValueError(error.message) from None
             path = (base / table.source.path).absolute()
-            if not path.is_file():
-                raise ValueError(f'table "{name}": prompt source {path} does not exist')
             source = table.source.model_copy(update={"path": path})
             resolved[name] = table.model_copy(update={"source": source}).filled()
         return resolved
@@ -105,3 +104,13 @@ class BufferConfig(ServiceConfig):
 
     buffer: BufferSettings
     """The ledger."""
+
+    @model_validator(mode="after")
+    def _a_group_fits_into_a_message(self) -> BufferConfig:
+        group, message = self.buffer.max_group_bytes, self.server.max_message_bytes
+        if group + FRAME_BYTES > message:
+            raise ValueError(
+                f"buffer.max_group_bytes {group} does not fit into one message: server.max_message_bytes is {message}, "
+                f"of which {FRAME_BYTES} are the frame's"
+            )
+        return self

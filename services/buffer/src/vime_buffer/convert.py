@@ -259,6 +259,8 @@ def view_to_proto(view: TableView) -> table_pb.TableInfo:
         policy_version=version_to_proto(view.policy) if view.policy else None,
         last_leased_step=view.last_leased_step,
         last_completed_step=view.last_completed_step,
+        blocked=view.blocked,
+        skipped_records=view.skipped,
     )
 
 

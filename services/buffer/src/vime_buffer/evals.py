@@ -12,8 +12,15 @@ from math import comb
 
 from vime_buffer.ledger import NO_LEASE, Ledger, Table
 from vime_buffer.schema import Database
+from vime_buffer.sources import JsonlSource
 from vime_buffer.values import EVICT_LOST_LINEAGE, EVICT_STALE, RoundResult, State, Version, prompt_id
 from vime_service.errors import NotFound
+from vime_service.logging import get_logger
+
+_log = get_logger(__name__)
+_HELD_S = 60.0
+"""How long training waits for a round whose table is blocked: a file that was moved comes back; then it goes on without
+it."""
 
 
 def is_due(interval: int, step: int, *, final: bool) -> bool:
@@ -30,12 +37,15 @@ def open_due_rounds(ledger: Ledger, step: int, version: Version, *, final: bool 
     for table in ledger.tables.values():
         if not table.settings.is_eval or not is_due(table.settings.eval_interval, step, final=final):
             continue
+        if table.source is None:
+            _log.error("an eval round is left out: its table is blocked", table=table.name, step=step)
+            continue
         found = ledger.db.one("SELECT version_step FROM rounds WHERE table_id = ? AND step = ?", table.id, step)
         if found is not None and final and found["version_step"] < version.step:
             _remove_round(ledger, table, step, EVICT_STALE)
             found = None
         if found is None:
-            _open_round(ledger, table, step, version)
+            _open_round(ledger, table, table.source, step, version)
             opened.append(table.name)
     return tuple(opened)
 
@@ -46,13 +56,12 @@ def opened_at(ledger: Ledger, step: int) -> tuple[str, ...]:
     return tuple(ledger.table_by_id(row["table_id"]).name for row in rows)
 
 
-def _open_round(ledger: Ledger, table: Table, step: int, version: Version) -> None:
+def _open_round(ledger: Ledger, table: Table, source: JsonlSource, step: int, version: Version) -> None:
     ledger.db.run(
         "INSERT INTO rounds (table_id, step, incarnation, version_step, opened_at) VALUES (?, ?, ?, ?, ?)",
         table.id, step, version.incarnation, version.step, ledger.wall(),
     )  # fmt: skip
     admission = ledger.db.value("SELECT next_admission FROM tables WHERE id = ?", table.id)
-    source = table.source
     rows = [
         (
             table.id,
@@ -96,7 +105,12 @@ def finish_round_if_done(ledger: Ledger, table: Table, step: int) -> bool:
 
 def holding(ledger: Ledger) -> int:
     """Prompts of rounds that LeaseBatch has to wait for; 0 if none holds."""
-    held = [t.id for t in ledger.tables.values() if t.settings.is_eval and t.settings.eval_hold]
+    now = ledger.clock.now()
+    held = [
+        t.id
+        for t in ledger.tables.values()
+        if t.settings.is_eval and t.settings.eval_hold and not (t.blocked and now - t.blocked_at > _HELD_S)
+    ]
     marks = ",".join("?" * len(held))
     sql = (
         "SELECT count(*) FROM rounds JOIN groups ON groups.table_id = rounds.table_id AND eval_step = rounds.step "
@@ -107,7 +121,7 @@ def holding(ledger: Ledger) -> int:
 
 def will_hold(ledger: Ledger, steps: Iterable[int]) -> bool:
     """True if one of `steps` (leased, not completed) will open a round that LeaseBatch has to wait for."""
-    held = [t.settings for t in ledger.tables.values() if t.settings.is_eval and t.settings.eval_hold]
+    held = [t.settings for t in ledger.tables.values() if t.settings.is_eval and t.settings.eval_hold and not t.blocked]
     return any(is_due(settings.eval_interval, step, final=False) for settings in held for step in steps)
 
 

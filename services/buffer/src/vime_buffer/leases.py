@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from vime_buffer.admission import admit
+from vime_buffer.answer_size import lease_bytes
 from vime_buffer.evals import finish_round_if_done
 from vime_buffer.ledger import NO_LEASE, Ledger
 from vime_buffer.seeds import group_seeds
 from vime_buffer.settings import SamplingSettings
+from vime_buffer.sources import SourceUnusable
 from vime_buffer.values import (
     DROP_DELETED,
     DROP_OTHER,
@@ -22,10 +24,12 @@ from vime_buffer.values import (
     Insert,
     LeaseGrant,
     PromptAnswer,
+    PromptRecord,
     State,
     Version,
     prompt_id,
 )
+from vime_service.answer_size import Room
 from vime_service.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -33,7 +37,6 @@ from vime_service.errors import (
     LeaseLost,
     NotFound,
     ResourceExhausted,
-    VimeError,
 )
 from vime_service.logging import get_logger
 
@@ -48,19 +51,57 @@ _QUOTED = 300
 def lease_prompts(
     ledger: Ledger, worker_id: str, max_prompts: int, tables: Sequence[str], request_id: str = ""
 ) -> PromptAnswer:
-    """Lease up to `max_prompts` prompts, eval rounds first. A request that was answered gets its open leases again.
+    """Lease up to `max_prompts` prompts, as many as one message carries, eval rounds first. A request that was answered
+    gets its open leases again.
+
+    A source that cannot be read blocks its table, and the others are drawn from.
 
     Raises:
         NotFound: one of `tables` does not exist.
-        DataLoss: a source changed under the run.
     """
     for name in tables:
         ledger.table(name)
     if request_id and (answered := _answered_before(ledger, worker_id, request_id)):
         return PromptAnswer(answered)
-    admitted = admit(ledger, max_prompts, frozenset(tables) or frozenset(ledger.tables))
-    leases = tuple(_grant(ledger, row_id, worker_id, request_id) for row_id in admitted.rows)
-    return PromptAnswer(leases, admitted.blocked, admitted.counts)
+    names = frozenset(tables) or frozenset(ledger.tables)
+    while True:
+        blocked = _blocked(ledger)
+        admitted = admit(ledger, max_prompts, names)
+        leases = _grant_what_fits(ledger, admitted.rows, worker_id, request_id)
+        if leases or _blocked(ledger) == blocked:  # otherwise another table may have prompts; this ends with the tables
+            return PromptAnswer(leases, admitted.blocked, admitted.counts)
+
+
+def _blocked(ledger: Ledger) -> int:
+    return sum(1 for table in ledger.tables.values() if table.blocked)
+
+
+def _grant_what_fits(ledger: Ledger, rows: Sequence[int], worker_id: str, request_id: str) -> tuple[LeaseGrant, ...]:
+    """Leases of the first rows that fit into one message; the others stay queued, in their order."""
+    room = Room(ledger.options.message_bytes)
+    leases: list[LeaseGrant] = []
+    for row_id in rows:
+        row = ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id)
+        assert row is not None, "admission named it in this transaction"
+        record = _record(ledger, row)
+        if record is None:
+            continue
+        if not room.takes(lease_bytes(record, ledger.table_by_id(row["table_id"]).settings)):
+            break
+        leases.append(_grant(ledger, row_id, worker_id, request_id, record))
+    return tuple(leases)
+
+
+def _record(ledger: Ledger, row: Any) -> PromptRecord | None:
+    """The prompt of a row; None, and its table is blocked, if the source cannot be read."""
+    table = ledger.table_by_id(row["table_id"])
+    if table.source is None:
+        return None
+    try:
+        return table.source.read(row["epoch"], row["source_index"])
+    except SourceUnusable as error:
+        table.block(error.message, ledger.clock.now())
+        return None
 
 
 def _answered_before(ledger: Ledger, worker_id: str, request_id: str) -> tuple[LeaseGrant, ...]:
@@ -71,13 +112,19 @@ def _answered_before(ledger: Ledger, worker_id: str, request_id: str) -> tuple[L
         worker_id,
     )
     now = ledger.clock.now()
+    leases = []
     for row in rows:
         settings = ledger.table_by_id(row["table_id"]).settings
+        record = _record(ledger, row)
+        if record is None:  # the caller never gets it: somebody else will, once the source is back
+            ledger.requeue(row)
+            continue
         ledger.lease_times.extend(row["lease_id"], now, settings.lease_ttl, settings.max_lease)
-    return tuple(_lease(ledger, row) for row in rows)
+        leases.append(_lease(ledger, row, record))
+    return tuple(leases)
 
 
-def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str) -> LeaseGrant:
+def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str, record: PromptRecord) -> LeaseGrant:
     row = ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id)
     assert row is not None, "admission named it in this transaction"
     fence = _fence(ledger, row)
@@ -91,14 +138,13 @@ def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str) -> Leas
     ledger.bump(row["table_id"], "drawn")
     ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
     ledger.lease_times.begin(lease_id, ledger.clock.now(), ttl)
-    return _lease(ledger, ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id))
+    return _lease(ledger, ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id), record)
 
 
-def _lease(ledger: Ledger, row: Any) -> LeaseGrant:
+def _lease(ledger: Ledger, row: Any, record: PromptRecord) -> LeaseGrant:
     """What the worker is told of an open lease."""
     table = ledger.table_by_id(row["table_id"])
     settings = table.settings
-    record = table.source.read(row["epoch"], row["source_index"])
     return LeaseGrant(
         lease_id=row["lease_id"],
         table=table.name,
@@ -205,10 +251,9 @@ def _check_terms(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
             field="samples.seed",
             actual=stranger,
         )
-    try:
-        record = table.source.read(row["epoch"], row["source_index"])
-    except VimeError as error:  # the source went away since: that is no fault of a group that was leased before
-        _log.warning("a group's prompt cannot be compared", group_id=row["group_id"], cause=error.message)
+    record = _record(ledger, row)
+    if record is None:  # the source went away since: that is no fault of a group that was leased before
+        _log.warning("a group's prompt cannot be compared", group_id=row["group_id"], cause=table.blocked)
         return
     if differs := insert.prompt_differs(record):
         raise InvalidArgument(

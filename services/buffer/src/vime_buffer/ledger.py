@@ -20,7 +20,7 @@ from vime_buffer.schema import Database
 from vime_buffer.segments import RECORD_OVERHEAD, Segments, make_folder, storage_failed
 from vime_buffer.selectors import Selector, make_selector
 from vime_buffer.settings import TableSettings
-from vime_buffer.sources import JsonlSource
+from vime_buffer.sources import JsonlSource, SourceUnusable
 from vime_buffer.values import ModelLimits, State, Version
 from vime_service.clock import Clock
 from vime_service.errors import FailedPrecondition, FleetOwned, NotFound, StaleIncarnation
@@ -66,13 +66,34 @@ class Table:
 
     id: int
     settings: TableSettings
-    source: JsonlSource
+    digest: str
+    """Of the source's content when the table was made; prompt ids and the cursor mean that."""
+    source: JsonlSource | None
+    """None while it cannot be used."""
     selector: Selector
+    blocked: str = ""
+    """Why the source cannot be used."""
+    blocked_at: float = 0.0
+    """Since when, by the ledger's clock."""
 
     @property
     def name(self) -> str:
         """Its name."""
         return self.settings.name
+
+    def block(self, reason: str, now: float) -> None:
+        """Its source cannot be used. Other tables go on; this one does once `unblock` brings the source back."""
+        if not self.blocked:
+            self.blocked_at = now
+        if reason != self.blocked:
+            _log.error("a table is blocked", table=self.name, cause=reason)
+        self.source, self.blocked = None, reason
+
+    def unblock(self, source: JsonlSource) -> None:
+        """Its source can be used (again)."""
+        if self.blocked:
+            _log.info("a table goes on", table=self.name, path=source.settings.path)
+        self.source, self.blocked = source, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,8 @@ class LedgerOptions:
     segment_bytes: int = 64 << 20
     max_bytes: int = 64 << 30
     quarantine_bytes: int = 256 << 20
+    message_bytes: int = 64 << 20
+    """Cap of one message: what an answer of leases, and so each of them, may have."""
     source_paths: Mapping[str, Path] = field(default_factory=dict)
     """Where the configuration says that the sources of tables are now; elsewhere they are where they were."""
 
@@ -150,8 +173,6 @@ class Ledger:
         """Close files. The writer must have ended."""
         self.segments.close()
         self.db.close()
-        for table in self.tables.values():
-            table.source.close()
         os.close(self._lock)
 
     # -------------------------------------------------------------- what the writer calls
@@ -176,7 +197,7 @@ class Ledger:
         self.model = ModelLimits.of(self.db.value("SELECT model FROM run"))
         settings = {row["name"]: row["settings"] for row in self.db.all("SELECT name, settings FROM tables")}
         for name in [name for name in self.tables if name not in settings]:
-            self.tables.pop(name).source.close()
+            del self.tables[name]
         for name, table in self.tables.items():
             table.settings = TableSettings.stored(settings[name])
         open_rows = self.db.all("SELECT lease_id, table_id FROM groups WHERE state = ?", State.OPEN)
@@ -351,6 +372,7 @@ class Ledger:
             )
 
     def _load_tables(self) -> None:
+        """A source that cannot be used blocks its table alone; it may come back while others are trained on."""
         from vime_buffer.catalog import open_source  # it builds on this module
 
         for row in self.db.all("SELECT id, settings, source_digest FROM tables ORDER BY id"):
@@ -358,15 +380,20 @@ class Ledger:
             path = self.options.source_paths.get(settings.name, settings.source.path)
             moved = path != settings.source.path
             settings = settings.at(path)
-            source = open_source(settings, self.options.seed, row["source_digest"])
             if moved:
                 self.db.run("UPDATE tables SET settings = ? WHERE id = ?", settings.model_dump_json(), row["id"])
-            self.add_table(row["id"], settings, source)
+            table = self.add_table(row["id"], settings, row["source_digest"])
+            try:
+                table.unblock(open_source(settings, self.options, table.digest))
+            except SourceUnusable as error:
+                table.block(error.message, self.clock.now())
 
-    def add_table(self, table_id: int, settings: TableSettings, source: JsonlSource) -> Table:
+    def add_table(
+        self, table_id: int, settings: TableSettings, digest: str, source: JsonlSource | None = None
+    ) -> Table:
         """Know a table that is in the rows."""
         selector = make_selector(settings.selector, settings.max_staleness, settings.max_evictions)
-        self.tables[settings.name] = table = Table(table_id, settings, source, selector)
+        self.tables[settings.name] = table = Table(table_id, settings, digest, source, selector)
         return table
 
 

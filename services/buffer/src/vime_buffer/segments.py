@@ -58,14 +58,14 @@ class Segments:
         try:
             make_folder(folder)
             present = sorted(self._present())
+            self._sizes: dict[int, int] = {}
+            for number in present:
+                if number not in live_ends:
+                    self._unlink(number)
+                else:
+                    self._sizes[number] = self._path(number).stat().st_size
         except OSError as error:
             raise storage_failed(folder, error, "use") from None
-        self._sizes: dict[int, int] = {}
-        for number in present:
-            if number not in live_ends:
-                self._unlink(number)
-            else:
-                self._sizes[number] = self._path(number).stat().st_size
         newest = max([*present, *live_ends, 0])
         if newest in live_ends:
             self._cut(newest, live_ends[newest])
@@ -163,18 +163,19 @@ class Segments:
 
         Raises:
             DataLoss: the bytes are missing or fail their check; names segment and offset.
+            StorageFailed: the system refuses to read them now. That says nothing about the bytes.
         """
         path = self._path(place.segment)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                data = os.pread(fd, _RECORD_HEADER.size + place.nbytes, place.offset)
+            finally:
+                os.close(fd)
         except OSError as error:
-            raise self._corrupted(place, f"cannot be opened: {error.strerror}") from None
-        try:
-            data = os.pread(fd, _RECORD_HEADER.size + place.nbytes, place.offset)
-        except OSError as error:
-            raise self._corrupted(place, f"cannot be read: {error.strerror}") from None
-        finally:
-            os.close(fd)
+            if isinstance(error, FileNotFoundError) and self._folder.is_dir():
+                raise self._corrupted(place, f"cannot be opened: {error.strerror}") from None
+            raise storage_failed(path, error, "read") from None
         if len(data) < _RECORD_HEADER.size + place.nbytes:
             raise self._corrupted(place, f"ends after {len(data)} of {_RECORD_HEADER.size + place.nbytes} bytes")
         magic, length, digest = _RECORD_HEADER.unpack_from(data)

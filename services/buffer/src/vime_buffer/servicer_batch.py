@@ -59,6 +59,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             counts=answer.counts,
             replayed=answer.replayed,
             awaited=[_awaited(prompt) for prompt in answer.awaited],
+            detail=answer.detail,
         )
 
     async def CompleteStep(self, request: pb.CompleteStepRequest, context: Any) -> pb.CompleteStepResponse:

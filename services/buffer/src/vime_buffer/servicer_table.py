@@ -15,6 +15,7 @@ from vime_buffer.buffer import Buffer
 from vime_buffer.catalog import check_root
 from vime_buffer.settings import TableSettings
 from vime_buffer.values import State
+from vime_service.answer_size import page_within
 from vime_service.deadlines import remaining
 from vime_service.errors import InvalidArgument
 
@@ -29,10 +30,12 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
     Args:
         buffer: the buffer.
         roots: folders that CreateTable may name sources in.
+        message_bytes: cap of one message.
     """
 
-    def __init__(self, buffer: Buffer, roots: Sequence[Path]) -> None:
+    def __init__(self, buffer: Buffer, roots: Sequence[Path], message_bytes: int) -> None:
         self._buffer = buffer
+        self._message_bytes = message_bytes
         self._roots = tuple(roots)
 
     async def CreateTable(self, request: pb.CreateTableRequest, context: Any) -> pb.CreateTableResponse:
@@ -40,13 +43,15 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
         return pb.CreateTableResponse(config=convert.settings_to_proto(settings))
 
     async def ListTables(self, request: pb.ListTablesRequest, context: Any) -> pb.ListTablesResponse:
-        size = _page_size(request.page_size)
-        views = await self._buffer.tables(request.page_token, size + 1)
-        more = len(views) > size
-        return pb.ListTablesResponse(
-            tables=[convert.view_to_proto(view) for view in views[:size]],
-            next_page_token=views[size - 1].settings.name if more else "",
-        )
+        async def page(size: int) -> pb.ListTablesResponse:
+            views = await self._buffer.tables(request.page_token, size + 1)
+            more = len(views) > size
+            return pb.ListTablesResponse(
+                tables=[convert.view_to_proto(view) for view in views[:size]],
+                next_page_token=views[size - 1].settings.name if more else "",
+            )
+
+        return await page_within(self._message_bytes, _page_size(request.page_size), page)
 
     async def GetTable(self, request: pb.GetTableRequest, context: Any) -> pb.GetTableResponse:
         return pb.GetTableResponse(table=convert.view_to_proto(await self._buffer.table(request.name)))
@@ -60,26 +65,31 @@ class TableServicer(table_service_pb2_grpc.TableServiceServicer):
             yield pb.WatchTableResponse(table=convert.view_to_proto(view))
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Any) -> pb.ListGroupsResponse:
-        rows, token = await self._buffer.list_groups(
-            request.table,
-            _state(request.state),
-            request.train_step if request.HasField("train_step") else None,
-            request.eval_step if request.HasField("eval_step") else None,
-            request.page_token,
-            _page_size(request.page_size),
-        )
-        return pb.ListGroupsResponse(groups=[convert.group_row_to_proto(row) for row in rows], next_page_token=token)
+        async def page(size: int) -> pb.ListGroupsResponse:
+            rows, token = await self._buffer.list_groups(
+                request.table,
+                _state(request.state),
+                request.train_step if request.HasField("train_step") else None,
+                request.eval_step if request.HasField("eval_step") else None,
+                request.page_token,
+                size,
+            )
+            groups = [convert.group_row_to_proto(row) for row in rows]
+            return pb.ListGroupsResponse(groups=groups, next_page_token=token)
+
+        return await page_within(self._message_bytes, _page_size(request.page_size), page)
 
     async def DeleteGroups(self, request: pb.DeleteGroupsRequest, context: Any) -> pb.DeleteGroupsResponse:
         deleted = await self._buffer.delete_groups(request.table, list(request.group_ids))
         return pb.DeleteGroupsResponse(deleted=deleted)
 
     async def ListQuarantined(self, request: pb.ListQuarantinedRequest, context: Any) -> pb.ListQuarantinedResponse:
-        rows, token = await self._buffer.list_quarantined(
-            request.table or "train", request.page_token, _page_size(request.page_size)
-        )
-        groups = [convert.quarantined_to_proto(row) for row in rows]
-        return pb.ListQuarantinedResponse(groups=groups, next_page_token=token)
+        async def page(size: int) -> pb.ListQuarantinedResponse:
+            rows, token = await self._buffer.list_quarantined(request.table or "train", request.page_token, size)
+            groups = [convert.quarantined_to_proto(row) for row in rows]
+            return pb.ListQuarantinedResponse(groups=groups, next_page_token=token)
+
+        return await page_within(self._message_bytes, _page_size(request.page_size), page)
 
     async def GetQuarantined(self, request: pb.GetQuarantinedRequest, context: Any) -> pb.GetQuarantinedResponse:
         response = pb.GetQuarantinedResponse()

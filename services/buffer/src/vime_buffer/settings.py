@@ -17,6 +17,10 @@ from vime_service.errors import ImpossibleConfig, InexactSampling, InvalidArgume
 Kind = Literal["train", "eval", "sft", "unscored"]
 _NAME = re.compile(r"train|sft|unscored|eval/[A-Za-z0-9][A-Za-z0-9_.-]*")
 _GIB = 1 << 30
+LONGEST_NAME = 128
+"""Characters of a table's, a source's and a reward's name."""
+LARGEST_SETTINGS = 64 << 10
+"""Bytes of a table's settings as JSON: every lease carries some of them, every listing all."""
 _LONGEST_TTL = 86400
 _MAX_TTLS = 20
 
@@ -53,6 +57,10 @@ class SourceSettings(ConfigModel):
     """Skip and count bad lines instead of refusing the file."""
     limit: int = Field(default=0, ge=0)
     """Use at most this many records, from the start; 0 means all."""
+
+    def has(self, epoch: int) -> bool:
+        """True if the source has this pass."""
+        return self.epochs == 0 or epoch < self.epochs
 
 
 class SamplingSettings(ConfigModel):
@@ -213,6 +221,7 @@ def check_table(table: TableSettings) -> None:
         ImpossibleConfig: the table must deadlock.
         InexactSampling: the trainer could not reproduce the logprobs.
     """
+    _check_size(table)
     if table.is_eval:
         _check_eval(table)
     else:
@@ -229,6 +238,25 @@ def check_table(table: TableSettings) -> None:
             f'table "{table.name}": max_lease {table.max_lease:g} s must not be below lease_ttl {table.lease_ttl:g} s',
             max_lease=table.max_lease,
             lease_ttl=table.lease_ttl,
+        )
+
+
+def _check_size(table: TableSettings) -> None:
+    for field, value in (("name", table.name), ("source.name", table.source.name), ("reward", table.reward)):
+        if len(value) > LONGEST_NAME:
+            raise InvalidArgument(
+                f'{field} "{value[:40]}..." has {len(value)} characters, at most {LONGEST_NAME} may be',
+                field=field,
+                limit=LONGEST_NAME,
+                actual=len(value),
+            )
+    size = len(table.model_dump_json().encode())
+    if size > LARGEST_SETTINGS:
+        raise InvalidArgument(
+            f'the settings of table "{table.name}" have {size} bytes, at most {LARGEST_SETTINGS} may be',
+            field="config",
+            limit=LARGEST_SETTINGS,
+            actual=size,
         )
 
 

@@ -69,6 +69,7 @@ class Blocked(IntEnum):
     NO_WORKER = 6
     CLOSED = 7
     RETAINED_BYTES = 8
+    SOURCE = 9
 
 
 class Failure(IntEnum):
@@ -261,6 +262,8 @@ class BatchAnswer:
     counts: Mapping[str, int] = field(default_factory=dict)
     replayed: bool = False
     awaited: tuple[Awaited, ...] = ()
+    detail: str = ""
+    """The reason in words, where it is more than the counts."""
 
 
 @dataclass(frozen=True, slots=True)

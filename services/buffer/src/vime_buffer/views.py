@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vime_buffer.limiter import Limits, Occupancy, free_slots
 from vime_buffer.schema import Database
@@ -55,6 +55,10 @@ class TableView:
     policy: Version | None
     last_leased_step: int
     last_completed_step: int
+    blocked: str = ""
+    """Why its source cannot be used; `Buffer` knows, the rows do not."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Records of the source that were skipped, by reason; as above."""
 
 
 def table_view(db: Database, name: str) -> TableView:

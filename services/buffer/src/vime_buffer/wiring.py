@@ -13,11 +13,12 @@ from vime_buffer.servicer_prompt import PromptServicer
 from vime_buffer.servicer_table import TableServicer
 from vime_service.clock import Clock, MonotonicClock
 from vime_service.server import Register, Service
+from vime_service.server_config import MAX_MESSAGE_BYTES
 
 SERVICES = ("vime.buffer.v1.PromptService", "vime.buffer.v1.BatchService", "vime.buffer.v1.TableService")
 
 
-def open_ledger(settings: BufferSettings, clock: Clock) -> Ledger:
+def open_ledger(settings: BufferSettings, clock: Clock, message_bytes: int = MAX_MESSAGE_BYTES) -> Ledger:
     """The ledger with the configured tables.
 
     Raises:
@@ -30,6 +31,7 @@ def open_ledger(settings: BufferSettings, clock: Clock) -> Ledger:
         segment_bytes=settings.segment_bytes,
         max_bytes=settings.max_bytes,
         quarantine_bytes=settings.quarantine_bytes,
+        message_bytes=message_bytes,
         source_paths={name: table.source.path for name, table in settings.tables.items()},
     )
     ledger = Ledger(options, clock)
@@ -48,16 +50,18 @@ def registration(settings: BufferSettings, clock: Clock | None = None) -> Regist
     """What adds the buffer to a service: `serving("buffer", "vime-buffer", config.server, registration(...))`."""
 
     async def register(service: Service) -> None:
-        ledger = open_ledger(settings, clock or MonotonicClock())
+        message_bytes = service.config.max_message_bytes
+        ledger = open_ledger(settings, clock or MonotonicClock(), message_bytes)
         limits = BufferLimits(settings.max_group_bytes, settings.worker_silence_s)
         buffer = Buffer(ledger, limits)
         prompt_service_pb2_grpc.add_PromptServiceServicer_to_server(PromptServicer(buffer), service.server)
         batch_service_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(buffer), service.server)
         table_service_pb2_grpc.add_TableServiceServicer_to_server(
-            TableServicer(buffer, settings.roots()), service.server
+            TableServicer(buffer, settings.roots(), message_bytes), service.server
         )
         service.serves(*SERVICES)
         service.spawn(buffer.sweep(), "lease sweep")
+        service.spawn(buffer.mend_sources(), "sources of blocked tables")
         service.on_stopping(buffer.stop_waiting)
         service.on_cleanup(buffer.close)
         if service.telemetry is not None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a dry run found beyond the settings, in sentences."""
+
+    problems: Sequence[str] = ()
+    """What keeps the service from working."""
+    notes: Sequence[str] = ()
+    """What is worth knowing."""
+
+
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 
@@ -37,8 +49,17 @@ def service_cli(
     model: type[ConfigT],
     run: Callable[[ConfigT], int],
     argv: Sequence[str] | None = None,
+    check: Callable[[ConfigT], Checked] | None = None,
 ) -> int:
     """Parse `--config --set --dry-run --version --help`, build the configuration, run the service.
+
+    Args:
+        name: the service.
+        dist: its distribution.
+        model: its configuration.
+        run: runs it.
+        argv: the command line, without the program; unset: this process's.
+        check: what `--dry-run` looks at beyond the settings: the things that they name.
 
     Returns the exit code: what `run` returns, 1 if the service could not start, 2 for a wrong configuration.
     """
@@ -48,8 +69,9 @@ def service_cli(
     except ConfigError as error:
         return _say(f"vime-{name}", *error.problems, code=EXIT_CONFIG)
     if arguments.dry_run:
-        sys.stdout.write(to_toml(config))
-        return 0
+        checked = check(config) if check else Checked()
+        sys.stdout.write("".join([to_toml(config), *(f"# {note}\n" for note in checked.notes)]))
+        return _say(f"vime-{name}", *checked.problems, code=EXIT_CONFIG if checked.problems else 0)
     try:
         return run(config)
     except KeyboardInterrupt:  # before the service took over the signals
@@ -57,7 +79,10 @@ def service_cli(
 
 
 def run_service(name: str, dist: str, config: ServiceConfig, register: Register, start: Start | None = None) -> int:
-    """Set up logs, telemetry and the parent watch, serve until stopped, leave in bounded time; the exit code."""
+    """Set up logs, telemetry and the parent watch, serve until stopped, leave in bounded time; the exit code.
+
+    It is 2, as for a wrong configuration, where what the configuration names is wrong: a restart mends neither.
+    """
     # Before gRPC is imported: its C++ core writes lines of its own to stderr beside each error that we report anyway.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
@@ -65,7 +90,7 @@ def run_service(name: str, dist: str, config: ServiceConfig, register: Register,
     from vime_client.logs import get_logger, setup_logging
     from vime_client.parent_watch import die_with_parent
     from vime_service.auth import StartupError
-    from vime_service.errors import VimeError
+    from vime_service.errors import InvalidArgument, VimeError
     from vime_service.server import serve
     from vime_service.telemetry import setup_telemetry
 
@@ -90,7 +115,7 @@ def run_service(name: str, dist: str, config: ServiceConfig, register: Register,
         code = asyncio.run(live())
     except (StartupError, VimeError) as error:
         get_logger(__name__).debug("start-up refused", exc_info=error)
-        code = _say(f"vime-{name}", str(error), code=EXIT_FAILED)
+        code = _say(f"vime-{name}", str(error), code=EXIT_CONFIG if isinstance(error, InvalidArgument) else EXIT_FAILED)
     finally:
         for watchdog in watchdogs:
             watchdog.cancel()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from vime_rollout.engine import EngineDescription
 from vime_rollout.requests import GenerationRequest
-from vime_service.errors import InvalidArgument
+from vime_service.answer_size import check_answer
 
 _TOKEN_BYTES = 9  # an id, at most five as a varint, and a float32
 _LOGPROB_BYTES = 4
@@ -51,12 +51,5 @@ def _with_frame(nbytes: int) -> int:
 
 
 def _check(field: str, what: str, needed: int, limit: int, engine: EngineDescription, routes: bool) -> None:
-    if needed <= limit:
-        return
     share = f", {route_bytes(engine)} bytes of routes a token" if routes else ""
-    raise InvalidArgument(
-        f"the answer may have {needed} bytes ({what}{share}), a message has at most {limit}",
-        field=field,
-        needed=needed,
-        limit=limit,
-    )
+    check_answer(field, what + share, needed, limit)
