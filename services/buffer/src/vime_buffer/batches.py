@@ -109,7 +109,7 @@ def _leased(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask:
         return _select(ledger, run, table, step, workers_ask)
     if any(row["state"] not in (State.STORED, State.LEASED) for row in rows):
         return _blocked(ledger, run, table, step, workers_ask)
-    ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ?", State.LEASED, step)
+    ledger.db.run("UPDATE groups SET state = ? WHERE train_step = ? AND state = ?", State.LEASED, step, State.STORED)
     return BatchAnswer(_groups_of(ledger, step), replayed=True)
 
 
