@@ -20,6 +20,7 @@ from vime_router.directory import Ages, Directory
 from vime_router.fleet import Fleet
 from vime_router.servicer import RouterServicer
 from vime_service.clock import ManualClock
+from vime_service.errors import InvalidArgument, MessageTooLarge
 
 DEAD = router_pb.EngineHealth.ENGINE_HEALTH_DEAD
 
@@ -102,3 +103,28 @@ async def test_a_heartbeat_that_does_not_say_who_is_refused(harness: Any, change
         await harness.directory.Heartbeat(router_pb.HeartbeatRequest(status=status), timeout=5)
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert await harness.engines() == {}
+
+
+async def test_listings_are_filled_by_bytes_and_a_status_has_a_bound(harness: Any) -> None:
+    status = FakeEngine("e0", served=version(1)).known_at("h:1")
+    status.detail = "x" * (64 << 10)
+    with pytest.raises(InvalidArgument, match=r"status has \d+ bytes, at most 65536"):
+        report_of(router_pb.HeartbeatRequest(status=status))
+    clock = ManualClock()
+    directory = Directory(clock, Ages(suspect=3.0, dead=10.0, forget=100.0, deaf=60.0))
+    fleet = Fleet(directory, RouterSection().new_policy(), lambda: Breaker(clock, 3, 5.0), lambda *_: None)
+    for n in range(9):
+        status = FakeEngine(f"e{n}", served=version(1)).known_at(f"h:{n + 1}")
+        status.detail = "x" * 50_000
+        fleet.hear(report_of(router_pb.HeartbeatRequest(status=status)))
+    servicer = RouterServicer(fleet, 1.0, 256 << 10)
+    found, token = [], ""
+    while token or not found:
+        page = await servicer.ListEngines(router_pb.ListEnginesRequest(page_token=token), None)
+        assert page.ByteSize() <= 256 << 10
+        found += [engine.status.info.engine_id for engine in page.engines]
+        token = page.next_page_token
+    assert found == [f"e{n}" for n in range(9)]
+    caller = router_pb.ListMembersRequest(caller_version=WeightVersion(run_id="run", incarnation=1, step=0))
+    with pytest.raises(MessageTooLarge, match=r"45\d+ bytes \(9 members\), a message has at most 262144"):
+        await servicer.ListMembers(caller, None)

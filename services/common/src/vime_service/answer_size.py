@@ -3,7 +3,7 @@
 Whoever answers with a list uses one of these, so that no answer is made that the message cap then throws away:
 
 - pages: `page_within`; a page ends where the message is full;
-- answers that are all or nothing: `check_answer`, before the work is done;
+- answers that are all or nothing: `check_answer` before the work is done, `check_whole` where there is none to spare;
 - answers whose items are handed out for good: `Room`, asked before an item is.
 """
 
@@ -64,10 +64,21 @@ async def page_within(limit: int, size: int, page: Callable[[int], Awaitable[Mes
         if actual <= limit:
             return answer
         if size == 1:
-            raise MessageTooLarge(
-                f"a page of one item has {actual} bytes, a message has at most {limit}", limit=limit, actual=actual
-            )
+            check_whole("one item", answer, limit)
         size = max(1, min(size - 1, size * limit // actual))
+
+
+def check_whole(what: str, answer: Sized, limit: int) -> None:
+    """Refuse to send an answer that has to be whole, in words instead of the transport's.
+
+    Raises:
+        MessageTooLarge: naming both numbers.
+    """
+    actual = answer.ByteSize()
+    if actual > limit:
+        raise MessageTooLarge(
+            f"the answer has {actual} bytes ({what}), a message has at most {limit}", limit=limit, actual=actual
+        )
 
 
 def check_answer(field: str, what: str, needed: int, limit: int) -> None:

@@ -19,6 +19,9 @@ from vime_router.fleet import Seat
 from vime_router.progress import Span
 from vime_service.errors import InvalidArgument
 
+_LARGEST_STATUS = 64 << 10
+"""Bytes of one engine's status: a message carries a thousand of them."""
+
 
 def version_of(message: WeightVersion) -> Version:
     """A weight version."""
@@ -60,9 +63,17 @@ def report_of(request: HeartbeatRequest) -> Report:
     """A heartbeat.
 
     Raises:
-        InvalidArgument: it does not say who it is from.
+        InvalidArgument: it does not say who it is from, or more than every listing can carry.
     """
     status, info = request.status, request.status.info
+    size = status.ByteSize()
+    if size > _LARGEST_STATUS:
+        raise InvalidArgument(
+            f"status has {size} bytes, at most {_LARGEST_STATUS} may be: every listing carries it",
+            field="status",
+            limit=_LARGEST_STATUS,
+            actual=size,
+        )
     for field in ("engine_id", "boot_id", "address", "model_id"):
         if not getattr(info, field):
             raise InvalidArgument(f"status.info.{field} is empty", field=f"status.info.{field}")

@@ -10,7 +10,9 @@ from vime.router.v1.router_service_pb2_grpc import RouterServiceServicer
 from vime_router.convert import duration_of, report_of, routed_engine, version_of
 from vime_router.directory import Entry
 from vime_router.fleet import Fleet, Seat
+from vime_service.answer_size import check_whole, page_within
 from vime_service.errors import InvalidArgument
+from vime_service.server_config import MAX_MESSAGE_BYTES
 
 _PAGE_SIZE = 100
 
@@ -21,11 +23,13 @@ class RouterServicer(RouterServiceServicer):
     Args:
         fleet: the engines.
         period_s: how often an engine shall send a heartbeat.
+        message_bytes: cap of one message.
     """
 
-    def __init__(self, fleet: Fleet, period_s: float) -> None:
+    def __init__(self, fleet: Fleet, period_s: float, message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._fleet = fleet
         self._period_s = period_s
+        self._message_bytes = message_bytes
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """See the contract."""
@@ -44,17 +48,21 @@ class RouterServicer(RouterServiceServicer):
         directory.admit_caller(caller)
         self._fleet.sweep()  # members and generation of one moment, and calls of whoever is dead end now
         members = [EngineStatus.FromString(entry.report.status) for entry in directory.members()]
-        return pb.ListMembersResponse(members=members, generation=directory.generation)
+        answer = pb.ListMembersResponse(members=members, generation=directory.generation)
+        check_whole(f"{len(members)} members", answer, self._message_bytes)  # one left out would get no weights
+        return answer
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: Any) -> pb.ListEnginesResponse:
         """See the contract. The page token is the last engine_id of the page before."""
-        size = request.page_size or _PAGE_SIZE
         rest = [(e, s) for e, s in self._fleet.seats() if e.report.engine_id > request.page_token]
-        page = rest[:size]
-        return pb.ListEnginesResponse(
-            engines=[self._routed(entry, seat) for entry, seat in page],
-            next_page_token=page[-1][0].report.engine_id if len(rest) > len(page) else "",
-        )
+
+        async def page(size: int) -> pb.ListEnginesResponse:
+            return pb.ListEnginesResponse(
+                engines=[self._routed(entry, seat) for entry, seat in rest[:size]],
+                next_page_token=rest[size - 1][0].report.engine_id if len(rest) > size else "",
+            )
+
+        return await page_within(self._message_bytes, request.page_size or _PAGE_SIZE, page)
 
     async def DrainEngine(self, request: pb.DrainEngineRequest, context: Any) -> pb.DrainEngineResponse:
         """See the contract."""

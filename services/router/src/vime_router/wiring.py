@@ -36,7 +36,8 @@ class Router:
 
     async def register(self, service: Service) -> None:
         """Add the servicers to the service and start the sweeper."""
-        add_RouterServiceServicer_to_server(RouterServicer(self.fleet, self.config.heartbeat_period_s), service.server)
+        servicer = RouterServicer(self.fleet, self.config.heartbeat_period_s, service.config.max_message_bytes)
+        add_RouterServiceServicer_to_server(servicer, service.server)
         add_GenerationServiceServicer_to_server(self.generation, service.server)
         service.serves("vime.router.v1.RouterService", "vime.rollout.v1.GenerationService")
         service.on_cleanup(self.links.close)

@@ -12,8 +12,10 @@ from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime.trainer.v1.rank_service_pb2_grpc import RankServiceServicer
 from vime.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from vime_service import errors
+from vime_service.answer_size import check_answer
 from vime_service.deadlines import remaining
 from vime_service.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
+from vime_service.server_config import MAX_MESSAGE_BYTES
 from vime_trainer.adapters.protos import to_seconds, version_to_proto
 from vime_trainer.adapters.ranks import CommandFailed, GrpcRanks
 from vime_trainer.controller import Trainer
@@ -27,13 +29,25 @@ logger = logging.getLogger(__name__)
 _MODE_TTL_S = 300.0
 _NEXT_WAIT_S = 20.0
 _MARGIN_S = 1.0
+_LOGPROB_BYTES = 4
+_SCORE_FRAME = 16
+"""Bytes of a sample's scores, and of their answer, that do not grow with the tokens."""
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """Control of the loop, and single steps."""
+    """Control of the loop, and single steps.
 
-    def __init__(self, trainer: Trainer, events: EventLog, ranks: GrpcRanks) -> None:
-        self._trainer, self._events, self._ranks = trainer, events, ranks
+    Args:
+        trainer: the loop's controller.
+        events: what it did.
+        ranks: the ranks.
+        message_bytes: cap of one message.
+    """
+
+    def __init__(
+        self, trainer: Trainer, events: EventLog, ranks: GrpcRanks, message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        self._trainer, self._events, self._ranks, self._message_bytes = trainer, events, ranks, message_bytes
 
     async def Start(self, request: pb.StartRequest, context: Any) -> pb.StartResponse:
         """Start the loop."""
@@ -116,6 +130,10 @@ class TrainerServicer(TrainerServiceServicer):
             )
         if not request.samples:
             raise InvalidArgument("samples is empty: nothing to score", field="samples")
+        tokens = sum(len(sample.response_token_ids) for sample in request.samples)
+        what = f"{len(request.samples)} samples of {tokens} response tokens"
+        needed = tokens * _LOGPROB_BYTES + (len(request.samples) + 1) * _SCORE_FRAME
+        check_answer("samples", what, needed, self._message_bytes)
         try:
             scores = await self._ranks.score(list(request.samples), temperature, request.replay)
         except CommandFailed as error:

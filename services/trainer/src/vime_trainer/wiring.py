@@ -81,7 +81,9 @@ class Wiring:
             settings.faults.max_restarts,
             (PublishFailed, CommandFailed, RpcError, CheckpointError),
         )
-        add_TrainerServiceServicer_to_server(TrainerServicer(self._trainer, events, self._ranks), service.server)
+        add_TrainerServiceServicer_to_server(
+            TrainerServicer(self._trainer, events, self._ranks, service.config.max_message_bytes), service.server
+        )
         add_RankServiceServicer_to_server(RankServicer(self._ranks), service.server)
         service.serves("vime.trainer.v1.TrainerService", "vime.trainer.v1.RankService")
         service.components.update({name: dist_version(name) for name in ("megatron-core", "torch")})

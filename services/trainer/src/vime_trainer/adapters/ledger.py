@@ -105,6 +105,7 @@ class GrpcLedger:
             blocked_by=reason,
             counts=dict(answer.counts),
             replayed=answer.replayed,
+            detail=answer.detail,
         )
 
     async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:

@@ -290,7 +290,7 @@ class TrainingLoop:
                 if self._saved_step < step - 1:
                     await self._save(step - 1, policy, final=False)
                 self._tell_saved()
-            await self._say(activity=f"step {step} waits: {batch.blocked_by} ({counts})")
+            await self._say(activity=f"step {step} waits: {batch.blocked_by} ({batch.detail or counts})")
             if caught_up := await self._publisher.catch_up(policy):
                 logger.info("brought %s to %s", ", ".join(caught_up), policy)
 

@@ -43,6 +43,8 @@ class Batch:
     blocked_by: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
     replayed: bool = False
+    detail: str = ""
+    """The reason in words, where it is more than the counts."""
 
 
 @dataclass(frozen=True)
