@@ -138,14 +138,17 @@ def rendezvous_in(message: manifest_pb2.Rendezvous) -> Rendezvous:
 
 def canary_in(messages: Sequence[manifest_pb2.CanaryPrompt]) -> list[CanaryPrompt]:
     """The canary prompts."""
-    return [
-        CanaryPrompt(
-            list(message.token_ids),
-            list(message.logprobs),
-            dtype_from_proto(message.dtype) if message.dtype else "",
-        )
-        for message in messages
-    ]
+    try:
+        return [
+            CanaryPrompt(
+                list(message.token_ids),
+                list(message.logprobs),
+                dtype_from_proto(message.dtype) if message.dtype else "",
+            )
+            for message in messages
+        ]
+    except ManifestError as error:
+        raise InvalidArgument(f"canary: {error}", field="canary") from error
 
 
 def pause_mode_in(value: int, default: PauseMode, field: str) -> PauseMode:

@@ -205,6 +205,7 @@ class Transfer:
             return
         failure = done.exception()
         if failure is None:
+            # bounded by: it is done, this is its callback
             self._told.set_result(done.result())
         else:
             self._told.set_exception(failure)

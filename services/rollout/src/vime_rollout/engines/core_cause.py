@@ -36,6 +36,7 @@ class CoreCause:
     def heard(self) -> str:
         """The first cause, in one line; empty if none was told."""
         if not self._heard and self._reader.poll():
+            # bounded by: there is something, and it was sent in one piece
             self._heard = self._reader.recv()
         return self._heard
 
