@@ -21,6 +21,12 @@ what, alive = sys.argv[1], sys.argv[2]
 if what == "config":
     sys.stderr.write("vime-dummy: unknown key a.b\\n")
     sys.exit(2)
+if what == "config_again":
+    if os.path.exists(alive):
+        sys.stderr.write("vime-buffer: train.jsonl: line 7: bad\\n")
+        sys.exit(2)
+    open(alive, "w").close()
+    sys.exit(3)
 if what == "dies":
     print("RuntimeError: no more memory of tensors")
     sys.exit(7)

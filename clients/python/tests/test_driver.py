@@ -25,7 +25,7 @@ from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read
 from vime_client.driver.progress import Progress
 from vime_client.driver.run import RunOptions
 from vime_client.driver.run import run as drive
-from vime_client.driver.status import print_status
+from vime_client.driver.status import NothingKnown, print_status
 from vime_client.launcher.client import is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import choose_ports
@@ -192,6 +192,21 @@ async def test_status_tells_phase_services_and_a_dead_launcher(run_dir: Path) ->
     code, _, err = await ended(await vime("status", str(run_dir.parent)))
     assert code == 2
     assert "holds no run" in err
+
+
+def test_status_tells_how_far_a_run_is_and_that_one_never_came_up(run_dir: Path) -> None:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  the console keeps it
+    with pytest.raises(NothingKnown, match="never came up"):
+        print_status(run_dir, console)
+    services = {"a": ServiceState(state="gave_up", deaths=1, last_end="exit code 1", cause="ValueError: x")}
+    write_state(run_dir, RunState(pid=1, phase="running", services=services))
+    times = {1: 100.0, 2: 102.0, 3: 200.0, 4: 202.0}  # a restart before step 3
+    rows = [{"step": step, "time": time, "rollout/raw_reward": 0.5} for step, time in times.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print_status(run_dir, console)
+    text = console.export_text()
+    assert "step 4 of 5, reward 0.5, about 2 s left" in text
+    assert "exit code 1: ValueError: x" in text
 
 
 def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:

@@ -19,13 +19,13 @@ import grpc
 import pytest
 
 from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_client.causes import cause_in, cause_of_end
 from vime_client.clock import MonotonicClock
 from vime_client.launcher import client, supervisor
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.loop_watch import LoopEnd, watch_loop
 from vime_client.launcher.plan import ServicePlan, load_plan
 from vime_client.launcher.ports import PortBusy, all_free, choose_ports
-from vime_client.launcher.process import probable_cause
 from vime_client.launcher.restarts import Restarts
 from vime_client.launcher.state import RunState, hold, read_state
 from vime_client.testing import FakeTrainer, serving
@@ -80,7 +80,7 @@ async def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
         await wait_until(lambda: state_of(tmp_path).phase == "failed")
         state = state_of(tmp_path)
         assert state.services["buffer"].deaths == 1
-        assert state.reason == 'service "buffer" refuses to start: vime-dummy: unknown key a.b'
+        assert state.reason == 'service "buffer" refuses its settings or data: unknown key a.b'
 
 
 async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -314,7 +314,90 @@ def test_back_off_doubles_and_old_deaths_are_forgiven() -> None:
     assert Restarts(limit=0, window_s=100, backoff_s=1).died(0) is None
 
 
-def test_the_probable_cause_is_the_last_line_that_looks_like_one() -> None:
-    assert probable_cause(["start", "ValueError: bad shape", "bye"]) == "ValueError: bad shape"
-    assert probable_cause(["one", "two"]) == "two"
-    assert probable_cause([]) == "it wrote nothing"
+ENGINE = """
+(EngineCore_DP0 pid=7) ERROR 12-01 03:00:00 [core.py:842] EngineCore failed to start.
+(EngineCore_DP0 pid=7) ERROR 12-01 03:00:00 [core.py:842] Traceback (most recent call last):
+(EngineCore_DP0 pid=7) ERROR 12-01 03:00:00 [core.py:842]   File "x.py", line 1, in f
+(EngineCore_DP0 pid=7) ERROR 12-01 03:00:00 [core.py:842] ValueError: Head size 24 is not supported by CPU attention
+Traceback (most recent call last):
+  File "y.py", line 1, in g
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+vime-rollout: vLLM cannot run: see stack trace (above) for the root cause
+[rank0]:[W1201 03:00:00 ProcessGroup.cpp:1] Warning: WARNING: destroy_process_group() was not called
+"""
+STACKS = """
+Traceback (most recent call last):
+  File "x.py", line 1, in f
+KeyError: 'head_dim'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "x.py", line 1, in f
+pydantic_core.ValidationError: 1 validation error for VllmConfig
+  Value error, head_dim is missing [type=value_error]
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("start\nValueError: bad shape\nbye", "ValueError: bad shape"),
+        ("one\ntwo", "two"),
+        ("", "it wrote nothing"),
+        (ENGINE, "ValueError: Head size 24 is not supported by CPU attention"),
+        (STACKS, "pydantic_core.ValidationError: 1 validation error for VllmConfig Value error, head_dim is missing "),
+        ("vime-buffer: train.jsonl: line 7: bad\n03:00:00 WARNING buffer: x", "train.jsonl: line 7: bad"),
+        ("03:00:00 ERROR   worker: no tokens  (a=1)\nhook failed, ignored", "no tokens  (a=1)"),
+        ("OSError: http://user:PASS@host:1 is away", "OSError: http://[redacted]@host:1 is away"),
+    ],
+)
+def test_the_cause_of_an_end_is_its_own_last_word_on_it(log: str, cause: str) -> None:
+    assert cause_in(log.splitlines()).startswith(cause)
+
+
+def test_what_was_killed_says_nothing_of_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: long ago\nFutureWarning: x is old\n")
+    assert cause_of_end(log, -signal.SIGKILL).startswith("killed from outside")
+    assert cause_of_end(log, -signal.SIGSEGV) == "its log says nothing of it"
+    log.write_text("FutureWarning: x\nFatal Python error: Segmentation fault\n  File x\n")
+    assert cause_of_end(log, -signal.SIGSEGV) == "Fatal Python error: Segmentation fault"
+    assert cause_of_end(log, 1, start=log.stat().st_size) == "it wrote nothing"
+
+
+async def test_a_failure_names_the_service_that_died_before_it_and_its_log(tmp_path: Path) -> None:
+    (port,) = choose_ports(["trainer"], {}).values()
+    engine = dummy(tmp_path, "rollout-0", "dies")
+    trainer = fleet(tmp_path, 1, "fails", port)
+    make_plan(tmp_path, [trainer, engine], f"127.0.0.1:{port}", restart_limit=99, restart_backoff_s=0.3)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed", 30)
+        state = state_of(tmp_path)
+        assert state.reason.startswith("training failed after step 1: loss is not a number 5 times in a row; service ")
+        said = 'service "rollout-0" died before it (exit code 7: RuntimeError: no more memory of tensors)'
+        assert state.reason.endswith(said)
+        assert (state.failed_service, state.log) == ("rollout-0", str(engine.log))
+
+
+async def test_data_that_no_restart_mends_ends_the_run_at_once(tmp_path: Path) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "buffer", "config_again")], restart_limit=5)
+    async with supervised(tmp_path):
+        await wait_until(lambda: state_of(tmp_path).phase == "failed")
+        assert state_of(tmp_path).services["buffer"].deaths == 2  # the first was of another kind
+        assert state_of(tmp_path).reason == 'service "buffer" refuses its settings or data: train.jsonl: line 7: bad'
+
+
+async def test_a_launcher_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plan(tmp_path, [dummy(tmp_path, "a")])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "launcher.log").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        await start_supervisor(tmp_path)
+    (tmp_path / "logs" / "launcher.log").unlink()
+    (tmp_path / "logs" / "launcher.jsonl").mkdir()  # what it cannot write kills it before its first word
+    with pytest.raises(LauncherError, match=r"did not start \(exit code 1\): IsADirectoryError: .*launcher.log"):
+        await start_supervisor(tmp_path)
+    monkeypatch.setattr(client, "_FULL_BYTES", 2**80)
+    with pytest.raises(LauncherError, match="no space is left on the disk of"):
+        await start_supervisor(tmp_path)

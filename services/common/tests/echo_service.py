@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from vime_service import ServiceConfig, run_service, service_cli
-from vime_service.errors import ResourceExhausted, StaleIncarnation, Unavailable, Unimplemented, VimeError
+from vime_service.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    StaleIncarnation,
+    Unavailable,
+    Unimplemented,
+    VimeError,
+)
 
 ECHO = "vime.test.Echo"
 state = {"stream_closed": 0, "hang_ended": 0}
@@ -26,7 +33,7 @@ class EchoConfig(ServiceConfig):
     start_takes_s: float = 0.0
     """How long its start takes."""
     fail: str = ""
-    """Where to fail: "start" or "later"; "stuck thread" and "stuck executor" leave a thread that never ends."""
+    """Where to fail: "start", "data" or "later"; "stuck thread" and "stuck executor" leave a thread that never ends."""
 
 
 async def echo(request: bytes, context: Any) -> bytes:
@@ -115,6 +122,8 @@ def run(config: EchoConfig) -> int:
 
         if config.fail == "start":
             raise ResourceExhausted("model needs 9 GB, 4 GB are free", needed=9, free=4)
+        if config.fail == "data":
+            raise InvalidArgument("train.jsonl: line 7: not valid JSON")
         if config.fail == "later":
             service.spawn(fail_later(), "writer")
         if config.fail in ("stuck executor", "stuck thread"):

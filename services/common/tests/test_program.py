@@ -105,14 +105,19 @@ def test_a_busy_port_ends_with_code_1_and_one_sentence(echo_program: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("where", "sentence"), [("start", "model needs 9 GB, 4 GB are free"), ("later", "writer failed: the disk is gone")]
+    ("where", "code", "sentence"),
+    [
+        ("start", 1, "model needs 9 GB, 4 GB are free"),
+        ("data", 2, "vime-echo: train.jsonl: line 7: not valid JSON"),  # no later start mends it
+        ("later", 1, "writer failed: the disk is gone"),
+    ],
 )
-def test_a_failure_after_the_bind_stops_the_service_with_code_1(
-    echo_program: Path, tmp_path: Path, where: str, sentence: str
+def test_a_failure_after_the_bind_stops_the_service_with_its_code(
+    echo_program: Path, tmp_path: Path, where: str, code: int, sentence: str
 ) -> None:
     marker = tmp_path / "clean"
     done = _run(echo_program, "--set", f"fail={where}", "--set", f"marker={marker}")
-    assert done.returncode == 1
+    assert done.returncode == code
     assert sentence in done.stderr
     assert marker.read_text() == "clean"
 

@@ -41,6 +41,9 @@ class Checked:
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+"""Settings or data are wrong: starting again cannot help."""
+_FINAL = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNIMPLEMENTED", "DATA_LOSS")
+"""Status codes of what no later start mends."""
 
 
 def service_cli(
@@ -61,7 +64,7 @@ def service_cli(
         argv: the command line, without the program; unset: this process's.
         check: what `--dry-run` looks at beyond the settings: the things that they name.
 
-    Returns the exit code: what `run` returns, 1 if the service could not start, 2 for a wrong configuration.
+    Returns the exit code: what `run` returns, 1 if the service could not start, 2 for wrong settings or data.
     """
     arguments = _parser(name, dist, model).parse_args(argv)
     try:
@@ -90,7 +93,7 @@ def run_service(name: str, dist: str, config: ServiceConfig, register: Register,
     from vime_client.logs import get_logger, setup_logging
     from vime_client.parent_watch import die_with_parent
     from vime_service.auth import StartupError
-    from vime_service.errors import InvalidArgument, VimeError
+    from vime_service.errors import VimeError
     from vime_service.server import serve
     from vime_service.telemetry import setup_telemetry
 
@@ -115,7 +118,8 @@ def run_service(name: str, dist: str, config: ServiceConfig, register: Register,
         code = asyncio.run(live())
     except (StartupError, VimeError) as error:
         get_logger(__name__).debug("start-up refused", exc_info=error)
-        code = _say(f"vime-{name}", str(error), code=EXIT_CONFIG if isinstance(error, InvalidArgument) else EXIT_FAILED)
+        final = isinstance(error, VimeError) and error.code in _FINAL
+        code = _say(f"vime-{name}", str(error), code=EXIT_CONFIG if final else EXIT_FAILED)
     finally:
         for watchdog in watchdogs:
             watchdog.cancel()

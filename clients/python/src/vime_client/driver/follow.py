@@ -9,7 +9,7 @@ from vime_client.channel import ChannelSettings
 from vime_client.driver.display import Display
 from vime_client.driver.progress import Progress
 from vime_client.errors import RpcError
-from vime_client.launcher.client import is_running, start_supervisor
+from vime_client.launcher.client import is_running, start_supervisor, why_died
 from vime_client.launcher.state import ENDED, RunState, read_state
 from vime_client.trainer import TrainerClient
 
@@ -53,7 +53,8 @@ async def _until_end(run_dir: Path, progress: Progress, display: Display, stop: 
         if not is_running(run_dir) and (state is None or state.phase not in ENDED):
             launcher_deaths += 1
             if launcher_deaths > _LAUNCHER_RESTARTS:
-                raise LauncherDied(f"the launcher died {launcher_deaths} times; its log is {run_dir}/logs/launcher.log")
+                log = run_dir / "logs" / "launcher.log"
+                raise LauncherDied(f"the launcher died {launcher_deaths} times: {why_died(log)} (log: {log})")
             display.event("the launcher died and its services with it; it is started again")
             await start_supervisor(run_dir)
             deaths.clear()
@@ -68,7 +69,7 @@ async def _until_end(run_dir: Path, progress: Progress, display: Display, stop: 
 def _tell_deaths(state: RunState, told: dict[str, int], display: Display) -> None:
     for name, service in state.services.items():
         if service.deaths > told.get(name, 0):
-            display.event(f"{name} died ({service.last_end}); restart {service.deaths}")
+            display.event(f"{name} died ({service.last_end}): {service.cause}; restart {service.deaths}")
         told[name] = service.deaths
 
 

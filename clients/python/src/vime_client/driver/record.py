@@ -36,6 +36,12 @@ def write_record(recipe: Recipe, run_dir: Path, defaults: str) -> str:
     return said
 
 
+def read_steps(run_dir: Path) -> int:
+    """Steps that the run is to train in all; 0 if its record does not say."""
+    section = (_parsed(run_dir / "config.toml") or {}).get("run", {})
+    return int(section.get("steps", 0)) if isinstance(section, dict) else 0
+
+
 def with_secrets(recipe: Recipe, run_dir: Path) -> Recipe:
     """The recipe with what its run's config.toml leaves out, from the file that only the run's owner reads."""
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vime_client.causes import last_lines
 from vime_client.config_loading import ConfigError, to_toml
 from vime_client.driver.checkpoints import last_step, rewind_to, trained_model
 from vime_client.driver.display import make_display
@@ -23,7 +24,6 @@ from vime_client.launcher.client import LauncherError, is_running, start_supervi
 from vime_client.launcher.plan import RunPlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import PortBusy, choose_ports
 from vime_client.launcher.preflight import preflight
-from vime_client.launcher.process import last_lines
 from vime_client.launcher.state import RunState, hold, read_state
 from vime_client.recipe import Recipe, load_recipe
 from vime_client.redaction import starred_keys
@@ -212,10 +212,9 @@ def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: C
     if state is not None and state.phase in ("finished", "incomplete"):
         return _exit_code(state, errors)
     if state is not None and state.phase == "failed":
-        log = run_dir / "logs" / f"{state.failed_service}.log"
-        for line in last_lines(log, _LOG_LINES) if state.failed_service else []:
+        for line in last_lines(Path(state.log), _LOG_LINES) if state.log else []:
             errors.print(f"  {state.failed_service} | {line}", markup=False, highlight=False, soft_wrap=True)
-        _say(errors, f"{state.reason}" + (f" (log: {log})" if state.failed_service else ""))
+        _say(errors, f"{state.reason}" + (f" (log: {state.log})" if state.log and "(log: " not in state.reason else ""))
     else:
         _say(errors, f"the run did not finish: {state.reason if state else 'nothing is known of its end'}")
     return EXIT_FAILED

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from vime_client.launcher.process import REAP_S, last_lines
+from vime_client.causes import cause_in, exit_text, last_lines
+from vime_client.launcher.process import REAP_S
 from vime_client.launcher.state import RunState, is_held, read_state, state_path
 
 _START_S = 20.0
 _POLL_S = 0.1
+_FULL_BYTES = 2**20
 
 
 class LauncherError(Exception):
@@ -32,6 +35,9 @@ async def start_supervisor(run_dir: Path) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "launcher.log"
     with log.open("ab") as out:
+        out.write(f"== {time.strftime('%H:%M:%S')} the launcher starts\n".encode())
+        out.flush()  # on a full disk it is here that the system says so: who starts could write it nowhere
+        start = out.tell()
         process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and asyncio's would be killed with its loop
             [sys.executable, "-P", "-m", "vime_client.launcher", str(run_dir)],
             stdin=subprocess.DEVNULL,
@@ -41,12 +47,20 @@ async def start_supervisor(run_dir: Path) -> None:
         )
     end = time.monotonic() + _START_S
     while read_state(run_dir) is None:
-        if process.poll() is not None or time.monotonic() > end:
+        code = process.poll()
+        if code is not None or time.monotonic() > end:
+            end_text = f"not within {_START_S:g} s" if code is None else exit_text(code)
             process.kill()  # one that is only slow would start the run with nobody driving it
             await _gone(run_dir, process.pid, REAP_S)
-            said = " | ".join(last_lines(log, 3)) or "it wrote nothing"
-            raise LauncherError(f"the launcher did not start: {said}")
+            raise LauncherError(f"the launcher did not start ({end_text}): {why_died(log, start)} (log: {log})")
         await asyncio.sleep(_POLL_S)
+
+
+def why_died(log: Path, start: int = 0) -> str:
+    """Why a launcher ended, from its log; or what kept it from writing one."""
+    if log.parent.is_dir() and shutil.disk_usage(log.parent).free < _FULL_BYTES:
+        return f"no space is left on the disk of {log.parent}"
+    return cause_in(last_lines(log, 1000, start))
 
 
 def is_running(run_dir: Path) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from vime_client.causes import exit_text
 from vime_client.clock import Clock
 from vime_client.launcher.plan import RunPlan, ServicePlan
 from vime_client.launcher.probes import FileProbe, Probe
-from vime_client.launcher.process import REAP_S, ServiceProcess, exit_text, probable_cause
+from vime_client.launcher.process import REAP_S, ServiceProcess
 from vime_client.launcher.restarts import Restarts
 from vime_client.launcher.state import ServiceState
 from vime_client.logs import get_logger
 
 EXIT_CONFIG = 2
-"""What our programs end with when their settings are wrong: starting again cannot help."""
+"""What our programs end with when their settings or data are wrong: starting again cannot help."""
 _PROBE_S = 2.0
 _REAP_S = 5.0
 _log = get_logger(__name__)
@@ -65,7 +66,7 @@ class Keeper:
                 code = await self._until_end(process)
                 self._set(pid=0, state="stopped", ready=False, last_end=exit_text(code))
                 if not self._is_stopping():
-                    await self._after_death(code, probable_cause(process.last_lines()))
+                    await self._after_death(code, await asyncio.to_thread(process.cause, code))
         finally:
             if self._probe is not None:
                 await self._probe.close()
@@ -158,11 +159,11 @@ class Keeper:
         """Wait for the next start, or give up."""
         name = self.service.name
         backoff = self._restarts.died(self._clock.now())
-        self._set(deaths=self._restarts.total, state="waiting")
+        self._set(deaths=self._restarts.total, state="waiting", cause=cause)
         _log.warning(f"{name} died", end=exit_text(code), deaths=self._restarts.total, cause=cause)
-        if code == EXIT_CONFIG and self._restarts.total == 1:
+        if code == EXIT_CONFIG:
             self._set(state="gave_up")
-            raise GaveUp(name, f'service "{name}" refuses to start: {cause}')
+            raise GaveUp(name, f'service "{name}" refuses its settings or data: {cause}')
         if backoff is None:
             self._set(state="gave_up")
             times = f"{self._restarts.total} time{'s' if self._restarts.total > 1 else ''}"

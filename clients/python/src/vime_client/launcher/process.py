@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from vime_client.causes import cause_of_end
 from vime_client.launcher.plan import SUPERVISOR_PID, ServicePlan
 
 _POLL_S = 0.05
@@ -22,7 +22,6 @@ REAP_S = 5.0
 """How long a killed process may take to be gone; one that is stuck in the kernel stays, and nobody waits for it."""
 _EXEC_CHILD = str(Path(__file__).with_name("exec_child.py"))
 _PR_SET_CHILD_SUBREAPER = 36
-_CAUSE = re.compile(r"\b\w*(Error|Exception|refus|fail|cannot|in use)|^vime-", re.IGNORECASE)
 
 
 class ServiceProcess:
@@ -72,40 +71,9 @@ class ServiceProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def last_lines(self, count: int = 15) -> list[str]:
-        """The end of what this process wrote."""
-        return last_lines(self._plan.log, count, self._log_from)
-
-
-def last_lines(log: Path, count: int, start: int = 0) -> list[str]:
-    """The last lines of a log that are not empty, none from before byte `start`."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - 64 * 1024))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [line.rstrip() for line in lines if line.strip()][-count:]
-
-
-def probable_cause(lines: Iterable[str]) -> str:
-    """The last line that looks like a cause, else the last line."""
-    kept = list(lines)
-    for line in reversed(kept):
-        if _CAUSE.search(line):
-            return line.strip()
-    return kept[-1].strip() if kept else "it wrote nothing"
-
-
-def exit_text(code: int) -> str:
-    """How a process ended, for people."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
+    def cause(self, code: int) -> str:
+        """Why it ended with `code`, from what it wrote."""
+        return cause_of_end(self._plan.log, code, self._log_from)
 
 
 def adopt_orphans() -> None:

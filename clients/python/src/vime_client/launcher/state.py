@@ -32,6 +32,8 @@ class ServiceState(ConfigModel):
     """True once it said that it can do its work."""
     last_end: str = ""
     """How its last process ended."""
+    cause: str = ""
+    """Why it did, from its log."""
 
 
 class RunState(ConfigModel):
@@ -46,6 +48,8 @@ class RunState(ConfigModel):
     """Why it failed or is incomplete, in one sentence."""
     failed_service: str = ""
     """The service that ended it, if one did."""
+    log: str = ""
+    """The log that holds the cause, if one does."""
     activity: str = ""
     """What it waits for, for people."""
     services: dict[str, ServiceState] = Field(default={})

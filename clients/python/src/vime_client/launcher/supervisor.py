@@ -113,20 +113,36 @@ class Supervisor:
             if task.done() and (error := task.exception()) is not None:
                 if not isinstance(error, GaveUp):
                     raise error
-                self._phase("failed", reason=str(error), failed_service=error.service)
+                self._failed(str(error), error.service)
                 return
         if not main.done():
             self._phase("stopped", reason="stopped on request")
             return
         failure = main.exception()
         if isinstance(failure, (NotReady, RpcError)):
-            self._phase("failed", reason=str(failure))
+            self._failed(str(failure))
         elif failure is not None:
             raise failure
         else:
             end = main.result()
             await record_counts(self._run_dir, self._plan.buffer)
-            self._phase(end.phase, reason=end.reason, failed_service="trainer" if end.phase == "failed" else "")
+            if end.phase == "failed":
+                self._failed(end.reason, "trainer")
+            else:
+                self._phase(end.phase, reason=end.reason)
+
+    def _failed(self, reason: str, service: str = "") -> None:
+        """The run failed because of `service`; or of another one that died before it, and has not come back since."""
+        blamed = self._keepers.get(service)
+        if blamed is None or blamed.state.deaths == 0:
+            for keeper in self._keepers.values():
+                if keeper.state.deaths and not keeper.state.ready:
+                    end = f"{keeper.state.last_end}: {keeper.state.cause}"
+                    reason += f'; service "{keeper.service.name}" died before it ({end})'
+                    blamed = keeper
+                    break
+        name, log = (blamed.service.name, str(blamed.service.log)) if blamed else (service, "")
+        self._phase("failed", reason=reason, failed_service=name, log=log)
 
     async def hand_over(self, stop: asyncio.Event) -> None:
         """A driver reads the end, stops us and writes the report; without one that answers it is written here."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vime_client.causes import cause_of_end
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 _STOP_GRACE_S = 5
 _STORE_S = 30.0
-
-
-# The last line of a traceback: `ValueError: …`, `torch.distributed.DistBackendError: …`.
-_TELLS = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,7 @@ class RankProcesses:
         found = sorted(self._log_dir.glob(f"ranks-*/**/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
         if not found or failure.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             return ""
-        lines = [line for line in found[-1].read_text(errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines if _TELLS.match(line)] or lines
-        return f": {told[-1][:300]} (log: {found[-1]})" if told else ""
+        return f": {cause_of_end(found[-1], failure.exitcode)[:300]} (log: {found[-1]})"
 
     async def stop(self) -> None:
         """End them: SIGTERM, after a grace SIGKILL. Safe to call twice."""
