@@ -21,7 +21,7 @@ from vime_service.errors import (
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
-CHECKED = 512 << 20
+CHECKED = 256 << 20
 """Bytes of each source that are checked before a start: some seconds."""
 
 

@@ -35,7 +35,6 @@ _BLOCK = 1 << 20
 _DEEPEST = 100
 """Levels of nesting. Python's own bound depends on its version and on who calls: what one process reads, another would
 refuse."""
-_BRACKETS = re.compile(r"[\[{]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _QUOTED = 10
 """Bad lines of a file that are named; the others are counted."""
@@ -273,7 +272,7 @@ def parse_line(line: bytes, settings: SourceSettings) -> tuple[str, str | list[M
     except UnicodeDecodeError as error:
         raise BadLine("encoding", f"not UTF-8 at byte {error.start} of the line") from None
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
+        record = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise BadLine("json", f"not valid JSON: {error.msg} at column {error.colno}") from None
     except BadLine:
@@ -301,8 +300,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise BadLine("json", f"not valid JSON: {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_object)
+
+
 def _check_depth(text: str, record: Any) -> None:
-    if len(_BRACKETS.findall(text)) <= _DEEPEST:  # brackets inside strings count too: this only saves the walk
+    if text.count("[") + text.count("{") <= _DEEPEST:  # brackets inside strings count too: this only saves the walk
         return
     level, depth = [record], 1
     while level := [item for value in level for item in _inside(value)]:
@@ -367,10 +373,6 @@ def _kind(value: Any) -> str:
     """A value's kind, in JSON's words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise BadLine("json", f"not valid JSON: {name}")
 
 
 def _lines(fd: int, size: int, hasher: Any, longest: int) -> Iterator[tuple[int, int, bytes | None]]:
