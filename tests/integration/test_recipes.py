@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from vime_buffer.config import BufferConfig
-from vime_client.config_loading import load_config
+from vime_client.config_loading import ConfigError, load_config
+from vime_client.driver.record import defaults_of
 from vime_client.launcher.plan import RunPlan, service_names, write_plan
+from vime_client.launcher.preflight import preflight
 from vime_client.recipe import load_recipe
 from vime_client.worker.config import WorkerConfig
 from vime_rollout.config import RolloutConfig
@@ -97,3 +99,32 @@ def test_vime_run_dry_run_checks_a_recipe_whole(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert "has nothing to learn from; set opd_kl_coef" in refused.stderr.replace("\n", " ")
+
+
+async def test_what_the_data_lacks_is_told_before_anything_starts(tmp_path: Path) -> None:
+    train, held = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    train.write_text(
+        '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "\\ud83d", "answer": 3}\n{"prompt": 4, "answer": 3}\n'
+    )
+    held.write_text("")
+    path = RECIPES / "addition" / "grpo.toml"
+    sources = {"train": train, "eval/heldout": held}
+    recipe = load_recipe(path, [f'tables.{name}.source.path="{file}"' for name, file in sources.items()])
+    ports = {name: 40000 + i for i, name in enumerate(service_names(recipe))}
+    plan = write_plan(recipe, path.parent, tmp_path / "run", "run", ports)
+    plan = plan.model_copy(update={"services": [service for service in plan.services if service.name == "buffer"]})
+    with pytest.raises(ConfigError) as caught:
+        await preflight(plan, path)
+    assert list(caught.value.problems) == [
+        f'{path}: [buffer] table "train": {train} line 2 (byte 35): '
+        "key 'prompt' holds \\ud83d, half of a surrogate pair: no text can carry it",
+        f'{path}: [buffer] table "train": {train} line 3 (byte 69): '
+        '"prompt" must be text, a list of messages or a list of token ids, not a number',
+        f'{path}: [buffer] table "eval/heldout": prompt source {held} has no records',
+    ]
+    train.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    held.write_text('nonsense\n{"prompt": "2 + 1 =", "answer": 3}\n')
+    lenient = tmp_path / "run" / "services" / "buffer.toml"
+    lenient.write_text(lenient.read_text().replace(f'path = "{held}"', f'path = "{held}"\nlenient = true'))
+    said = defaults_of(plan, await preflight(plan, path))
+    assert f"# buffer: {held}: bad lines that are skipped: {{'json': 1}}" in said
