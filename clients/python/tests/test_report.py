@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vime_client.driver.progress import step_line
 from vime_client.launcher.state import RunState, write_state
 from vime_client.report.build import NoRun, build_report
 from vime_client.report.history import read_history
 from vime_client.report.page import law_lines
-from vime_client.report.summary import tenth
+from vime_client.report.summary import summarize, tenth
 from vime_client.report.terminal import show
 
 KEYS = {
@@ -121,7 +122,7 @@ def test_the_page_is_small_self_contained_and_escapes_what_models_write(run_dir:
     build_report(run_dir)
     page = (run_dir / "report.html").read_text()
     assert len(page) < 400_000
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == page.count("<figcaption>") == 7
     assert not re.search(r'(src|href)="https?://', page)
     assert "1&lt;2&amp;3=" in page
     assert "s1<" in page
@@ -129,11 +130,129 @@ def test_the_page_is_small_self_contained_and_escapes_what_models_write(run_dir:
     assert "[run]" in page
 
 
-def test_the_terminal_shows_picture_table_and_laws(run_dir: Path) -> None:
-    history, summary = build_report(run_dir)
+def write_run(run_dir: Path, rows: list[dict[str, object]]) -> str:
+    """The page of a run with these metrics."""
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_report(run_dir)
+    return (run_dir / "report.html").read_text()
+
+
+def shown_on_terminal(run_dir: Path) -> str:
+    history = read_history(run_dir)
+    summary = summarize(run_dir, history)
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(console, run_dir, history, summary)
-    text = console.export_text()
+    return console.export_text()
+
+
+def test_the_page_fits_a_telephone_and_the_dark_and_every_curve_has_its_name(run_dir: Path) -> None:
+    build_report(run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert "width=device-width" in page
+    assert "minmax(min(420px,100%),1fr)" in page
+    assert "prefers-color-scheme:dark" in page
+    plots = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    assert plots
+    for plot in plots:
+        assert "currentColor" in plot
+        assert "legend_1" in plot
+        assert not re.search(r"#010203|#fff(fff)?\b|#000000", plot)
+
+
+def test_the_head_says_what_was_trained_on_what_and_how(run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text(
+        '[model]\npath = "/m/tiny"\n[tables.train]\nmax_staleness = 2\nsource = { path = "/d/train.jsonl" }\n'
+        '[trainer.algorithm]\nestimator = "grpo"\nobjective = "clip"\n[trainer.engine.optimizer]\nlr = 2e-4\n'
+    )
+    run = {"run_id": "r", "created": 1.7e9, "base_dir": "/recipes/mine"}
+    (run_dir / "services" / "run.json").write_text(json.dumps(run))
+    _, summary = build_report(run_dir)
+    page = (run_dir / "report.html").read_text()
+    for text in ("/recipes/mine", "/m/tiny", "/d/train.jsonl", "estimator grpo, objective clip", "2023-11-14 22:13"):
+        assert f"<td>{text}" in page
+    assert summary["head"]["staleness"] == 2
+
+
+def test_a_dense_synchronous_run_has_neither_replay_nor_staleness_to_show(run_dir: Path) -> None:
+    rows = [step_row(step, 0.5) for step in range(1, 5)]
+    for row in rows:
+        del row["train/train_rollout_logprob_abs_diff_on_policy_no_replay"]
+        row |= {"staleness/mean": 0.0, "staleness/max": 0.0}
+    page = write_run(run_dir, rows)
+    assert "replay" not in page
+    assert "<td>|logprob difference|</td>" in page
+    assert "Staleness of" not in page
+
+
+def test_samples_without_a_reward_are_in_page_table_and_summary(run_dir: Path) -> None:
+    """A reward that hangs for one of eight samples."""
+    page = write_run(
+        run_dir, [step_row(s, 0.5, **{"rollout/samples": 8.0, "rollout/unscored": 1.0}) for s in range(1, 11)]
+    )
+    assert "10 of 80 (12.5 %)" in page
+    assert "Samples without a reward</figcaption>" in page
+    assert "10 of 80 (12.5 %)" in shown_on_terminal(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["unscored"], summary["samples"]) == (10, 80)
+
+
+def test_parts_of_the_reward_and_what_tells_how_training_goes_are_shown(run_dir: Path) -> None:
+    learning = {
+        "train/loss": 0.25,
+        "train/pg_loss": 0.5,
+        "train/entropy_loss": 0.75,
+        "train/grad_norm": 1.5,
+        "train/ppo_kl": 0.125,
+        "train/pg_clipfrac": 0.0625,
+    }
+    rows = [step_row(s, 0.5, **learning, **{"rollout/reward_parts/format": s / 8}) for s in (1, 2, 3, 4)]
+    page = write_run(run_dir, rows)
+    assert "<td>  of it format</td><td>0.125 → 0.5</td>" in page
+    for title in ("Parts of the reward", "Loss", "Entropy", "Gradient norm", "KL", "Share of tokens clipped"):
+        assert f"<figcaption>{title}</figcaption>" in page
+    text = shown_on_terminal(run_dir)
+    for label, value in (("entropy", 0.75), ("gradient norm", 1.5), ("KL to the old policy", 0.125), ("loss", 0.25)):
+        assert re.search(rf"{label}, first → last tenth\s+{value} → {value}", text)
+
+
+def test_demonstrations_show_their_loss_and_no_reward(run_dir: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"step": s, "rollout/raw_reward": 1.0, "train/loss": 3.0 / s, "train/grad_norm": 1.0} for s in (1, 2, 3)
+    ]
+    page = write_run(run_dir, rows)
+    assert "reward, first" not in page
+    assert "Reward of the samples" not in page
+    assert "<td>loss, first → last tenth</td><td>3 → 1</td>" in page
+    assert "loss, mean of 10 steps" in shown_on_terminal(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["reward_first"], summary["supervised"]) == (None, True)
+    assert summary["learning"]["train/loss"] == {"first": 3.0, "last": 1.0}
+
+
+def test_held_out_answers_are_shown_before_and_after_of_the_same_prompts(run_dir: Path) -> None:
+    def row(step: int, prompt: str, response: str, reward: float | None) -> dict[str, object]:
+        known = {"table": "eval/heldout", "step": step, "prompt_id": prompt, "prompt": f"<{prompt}>"}
+        return {**known, "response": response, "reward": reward, "parts": {"format": 0.5}}
+
+    rows = [
+        row(0, "a", "guess a", 0.0),
+        row(0, "gone", "guess gone", 0.0),
+        row(0, "b", "guess b", None),
+        row(20, "a", "middle a", 0.0),
+        row(40, "b", "works b", 1.0),
+        row(40, "new", "works new", 1.0),
+        row(40, "a", "works a", 1.0),
+    ]
+    (run_dir / "eval_samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    build_report(run_dir)
+    text = re.sub(r"<[^>]*>", "|", (run_dir / "report.html").read_text())
+    assert re.search(r"&lt;a&gt;[^a-z]*step 0\W*guess a[^a-z]*reward 0 \(format 0.5\)[^a-z]*step 40\W*works a", text)
+    assert re.search(r"&lt;b&gt;[^a-z]*step 0\W*guess b[^a-z]*unscored[^a-z]*step 40\W*works b", text)
+    assert not re.search("guess gone|works new|middle a", text)
+
+
+def test_the_terminal_shows_picture_table_and_laws(run_dir: Path) -> None:
+    text = shown_on_terminal(run_dir)
     assert "0.47 → 0.88" in text
     assert "reward, mean of 10 steps" in text
     assert text.count("holds") == 2
@@ -159,3 +278,23 @@ def test_first_and_last_tenth_hold_at_least_one_step() -> None:
     assert tenth([1.0, 2.0, 3.0], last=True) == 3.0
     assert tenth([float(i) for i in range(60)], last=True) == 56.5
     assert tenth([], last=True) is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({"rollout/raw_reward": 0.5, "rollout/samples": 8.0, "rollout/unscored": 0.0}, "reward 0.500"),
+        (
+            {"rollout/raw_reward": 0.5, "rollout/samples": 8.0, "rollout/unscored": 1.0},
+            "reward 0.500  unscored 1 of 8",
+        ),
+        (
+            {"rollout/raw_reward": 0.5, "rollout/reward_parts/format": 0.25, "rollout/reward_parts/answer": 0.25},
+            "reward 0.500 (format 0.250, answer 0.250)",
+        ),
+        ({"rollout/raw_reward": 1.0, "train/loss": 2.5, "train/grad_norm": 1.0}, "loss 2.5000"),
+        ({"rollout/raw_reward": 0.5, "train/loss": 0.1, "train/pg_loss": 0.1}, "reward 0.500"),
+    ],
+)
+def test_the_line_of_a_step_says_what_is_learnt_and_what_has_no_reward(metrics: dict[str, float], line: str) -> None:
+    assert step_line(metrics) == line

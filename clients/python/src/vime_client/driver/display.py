@@ -14,6 +14,7 @@ from rich.text import Text
 
 from vime_client.driver.progress import Progress
 from vime_client.launcher.state import RunState
+from vime_client.report.names import DIFF, LOSS, SAMPLES, SPLIT, UNSCORED, is_supervised, parts_of
 
 _QUIET_S = 5.0
 """How long lines may be silent before they say what is waited for."""
@@ -133,26 +134,22 @@ def _numbers(progress: Progress) -> Table:
     table = Table.grid(padding=(0, 2))
     metrics = progress.metrics
     rewards = [progress.rewards[step] for step in sorted(progress.rewards)]
-    if rewards:
+    if is_supervised(metrics):
+        table.add_row("[dim]loss", f"{metrics[LOSS]:.4f}", "")
+    elif rewards:
         table.add_row("[dim]reward", f"{rewards[-1]:.3f}  mean of 10 {progress.mean_reward():.3f}", sparkline(rewards))
+    if parts := parts_of(metrics):
+        table.add_row("[dim]  parts", Text(", ".join(f"{name} {value:.3f}" for name, value in parts.items())), "")
+    if unscored := metrics.get(UNSCORED):
+        table.add_row("[dim]unscored", f"{unscored:.0f} of {metrics.get(SAMPLES, 0):.0f} samples", "")
     for name, rounds in progress.evals.items():
         values = [rounds[step] for step in sorted(rounds)]
         table.add_row(Text(name, style="dim"), " → ".join(f"{value:.3f}" for value in values[-5:]), "")
-    if (diff := metrics.get("train/train_rollout_logprob_abs_diff")) is not None:
-        off = metrics.get("train/train_rollout_logprob_abs_diff_no_replay")
-        table.add_row("[dim]|Δ logprob|", f"replay {diff:.1e}", f"without replay {off:.1e}" if off is not None else "")
+    if (diff := metrics.get(DIFF)) is not None:
+        off = metrics.get(f"{DIFF}_no_replay")
+        table.add_row("[dim]|Δ logprob|", f"{diff:.1e}", f"without replay {off:.1e}" if off is not None else "")
     if "perf/step_time" in metrics:
-        split = [
-            f"{label} {metrics[name]:.2f}"
-            for label, name in (
-                ("wait", "perf/train_wait_time"),
-                ("logprobs", "perf/log_probs_time"),
-                ("train", "perf/actor_train_time"),
-                ("publish", "perf/update_weights_time"),
-                ("other", "perf/other_time"),
-            )
-            if name in metrics
-        ]
+        split = [f"{label} {metrics[name]:.2f}" for label, name in SPLIT if name in metrics]
         table.add_row("[dim]step", f"{metrics['perf/step_time']:.2f} s", ", ".join(split))
         speed, stale = metrics.get("perf/tokens_per_s", 0.0), metrics.get("staleness/mean", 0.0)
         table.add_row("[dim]tokens/s", f"{speed:,.0f}", f"staleness {stale:.2f}")

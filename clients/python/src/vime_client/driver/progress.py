@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_client.launcher.state import RunState
 from vime_client.report.history import History
+from vime_client.report.names import DIFF, LOSS, REWARD, SAMPLES, SPLIT, UNSCORED, is_supervised, parts_of
 
 
 @dataclass
@@ -96,28 +97,31 @@ class Progress:
         return self.activity or (self.state.activity if self.state else "")
 
 
+def what_is_learnt(metrics: Mapping[str, float]) -> str:
+    """The reward with its parts; of demonstrations, whose reward is not the model's, the loss."""
+    if is_supervised(metrics):
+        return f"loss {metrics[LOSS]:.4f}"
+    if REWARD not in metrics:
+        return ""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in parts_of(metrics).items())
+    return f"reward {metrics[REWARD]:.3f}" + (f" ({parts})" if parts else "")
+
+
 def step_line(metrics: Mapping[str, float]) -> str:
     """The numbers of a step that people look at."""
     shown = [
-        ("reward", "rollout/raw_reward", ".3f"),
-        ("|Δlogp|", "train/train_rollout_logprob_abs_diff", ".1e"),
-        ("no replay", "train/train_rollout_logprob_abs_diff_no_replay", ".1e"),
+        ("|Δlogp|", DIFF, ".1e"),
+        ("no replay", f"{DIFF}_no_replay", ".1e"),
         ("staleness", "staleness/mean", ".2f"),
         ("length", "rollout/response_len/mean", ".1f"),
         ("tok/s", "perf/tokens_per_s", ",.0f"),
     ]
     parts = [f"{label} {metrics[name]:{form}}" for label, name, form in shown if name in metrics]
-    split = [
-        f"{label} {metrics[name]:.2f}"
-        for label, name in (
-            ("wait", "perf/train_wait_time"),
-            ("logprobs", "perf/log_probs_time"),
-            ("train", "perf/actor_train_time"),
-            ("publish", "perf/update_weights_time"),
-            ("other", "perf/other_time"),
-        )
-        if name in metrics
-    ]
+    if lost := metrics.get(UNSCORED):
+        parts.insert(0, f"unscored {lost:.0f} of {metrics.get(SAMPLES, lost):.0f}")
+    if learnt := what_is_learnt(metrics):
+        parts.insert(0, learnt)
+    split = [f"{label} {metrics[name]:.2f}" for label, name in SPLIT if name in metrics]
     if "perf/step_time" in metrics:
         parts.append(
             f"{metrics['perf/step_time']:.2f} s ({', '.join(split)})" if split else f"{metrics['perf/step_time']:.2f} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vime_client.report.history import History, read_history, read_samples
+from vime_client.report.history import History, read_eval_samples, read_history, read_samples
 from vime_client.report.summary import write_summary
 
 
@@ -28,5 +28,5 @@ def build_report(run_dir: Path) -> tuple[History, dict[str, Any]]:
 
     history = read_history(run_dir)
     summary = write_summary(run_dir, history)
-    write_page(run_dir, history, summary, all_plots(history), read_samples(run_dir))
+    write_page(run_dir, summary, all_plots(history), read_samples(run_dir), read_eval_samples(run_dir))
     return history, summary

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vime_client.report.names import is_supervised
+
 Row = Mapping[str, Any]
 
 
@@ -44,6 +46,15 @@ class History:
         """A metric over the steps that have it."""
         found = [(int(row["step"]), float(row[name])) for row in self.steps if _is_number(row.get(name))]
         return Series([step for step, _ in found], [value for _, value in found])
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Metrics that begin so, of any step, sorted."""
+        return sorted({name for row in self.steps for name in row if name.startswith(prefix)})
+
+    @property
+    def supervised(self) -> bool:
+        """True if demonstrations are learnt: rewards then say nothing about the model, the loss does."""
+        return is_supervised(self.names())
 
     def eval_series(self, table: str) -> Series:
         """Mean reward of an eval table by step."""
@@ -82,6 +93,11 @@ def read_history(run_dir: Path) -> History:
 def read_samples(run_dir: Path) -> list[Row]:
     """Read `samples.jsonl`, in the order it was written."""
     return [row for row in _lines(run_dir / "samples.jsonl") if row is not None]
+
+
+def read_eval_samples(run_dir: Path) -> list[Row]:
+    """Read `eval_samples.jsonl`: answers to held-out prompts, in the order they were written."""
+    return [row for row in _lines(run_dir / "eval_samples.jsonl") if row is not None and "step" in row]
 
 
 def _lines(path: Path) -> Iterator[Row | None]:

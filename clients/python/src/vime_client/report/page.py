@@ -12,34 +12,50 @@ from typing import Any
 import tomli_w
 
 from vime_client.redaction import starred
-from vime_client.report.history import History, Row
+from vime_client.report.history import Row
+from vime_client.report.names import LEARNING
 
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#1f2937}
-h1{margin-bottom:.2rem} h2{margin-top:2rem;font-size:1.15rem} .sub{color:#6b7280;margin-top:0}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1rem}
-figure{margin:0} figcaption{font-weight:600;font-size:.9rem} svg{width:100%;height:auto}
+:root{color-scheme:light dark;--ink:#1f2937;--dim:#6b7280;--ground:#fff;--box:#f3f4f6;--good:#047857;--bad:#b91c1c}
+@media(prefers-color-scheme:dark){:root{--ink:#e5e7eb;--dim:#9ca3af;--ground:#111827;--box:#1f2937;--good:#34d399;
+--bad:#f87171}}
+*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:var(--ink);
+background:var(--ground);overflow-wrap:anywhere}
+h1{margin-bottom:.2rem} h2{margin-top:2rem;font-size:1.15rem} h3{font-size:1rem;margin-bottom:.3rem}
+.sub,.who{color:var(--dim);margin-top:0}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:1rem}
+.plots>*{min-width:0} figure{margin:0} figcaption{font-weight:600;font-size:.9rem} svg{width:100%;height:auto}
 table{border-collapse:collapse;font-size:.9rem} td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums} code,pre{font:13px/1.4 ui-monospace,monospace}
-pre{background:#f3f4f6;padding:.6rem;white-space:pre-wrap;margin:.2rem 0} .good{color:#047857} .bad{color:#b91c1c}
+td:first-child{color:var(--dim);min-width:7.5rem} code,pre{font:13px/1.4 ui-monospace,monospace}
+pre{background:var(--box);padding:.6rem;white-space:pre-wrap;margin:.2rem 0}
+.good{color:var(--good)} .bad{color:var(--bad)}
 details{margin:.5rem 0} summary{cursor:pointer}
 """
 _SHOWN_SAMPLES = 6
 
 
 def write_page(
-    run_dir: Path, history: History, summary: Mapping[str, Any], plots: Sequence[tuple[str, str]], samples: list[Row]
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    plots: Sequence[tuple[str, str]],
+    samples: Sequence[Row],
+    eval_samples: Sequence[Row],
 ) -> Path:
     """Write `report.html`; its path."""
     name = html.escape(str(summary["name"]))
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>",
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width,initial-scale=1'>",
+        f"<title>{name}</title><style>{_STYLE}</style>",
         f"<h1>{name}</h1><p class=sub>{html.escape(_subtitle(summary))}</p>",
-        _numbers(summary),
+        _table(head_lines(summary)),
+        "<h2>In numbers</h2>",
+        _table(headline(summary)),
         "<h2>Over the steps</h2><div class=plots>",
         *(f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in plots),
         "</div>",
-        _samples(samples),
+        _held_out(eval_samples) or _samples(samples),
         _laws(summary),
         _details("Configuration", _configuration(run_dir / "config.toml")),
         _details("Versions", json.dumps(summary["versions"], indent=1)),
@@ -63,27 +79,55 @@ def number(value: object) -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a reader wants first: (name, value) pairs."""
-    split = summary["step_time_split"]
-    rows = [
-        ("steps", number(summary["steps"])),
-        ("seconds", number(_rounded(summary["seconds"]))),
-        ("reward, first → last tenth", _arrow(summary["reward_first"], summary["reward_last"])),
-    ]
+    """What a reader wants first: (name, value) pairs; what the run has no value for is left out."""
+    rows = [("steps", number(summary["steps"]) + _skipped(summary))]
+    rows += [("seconds", number(_rounded(summary["seconds"])))]
+    if not summary["supervised"]:
+        rows += [("reward, first → last tenth", _arrow(summary["reward_first"], summary["reward_last"]))]
+    for part, one in summary["reward_parts"].items():
+        rows += [(f"  of it {part}", _arrow(one["first"], one["last"]))]
+    if summary["samples"]:
+        rows += [("samples without a reward", _share(summary["unscored"] or 0, summary["samples"]))]
     for table, one in summary["evals"].items():
-        rows.append((f"{table}, before → after", f"{_arrow(one['before'], one['after'])}  (n = {number(one['n'])})"))
+        rows += [(f"{table}, before → after", f"{_arrow(one['before'], one['after'])}  (n = {number(one['n'])})")]
+    for label, name in LEARNING:
+        if (learnt := summary["learning"].get(name)) and any(learnt.values()):
+            rows += [(f"{label}, first → last tenth", _arrow(learnt["first"], learnt["last"]))]
+    replay, off = summary["logprob_abs_diff_replay"], summary["logprob_abs_diff_no_replay"]
+    split = {part: value for part, value in summary["step_time_split"].items() if value is not None}
     rows += [
-        ("|logprob difference|, replay on", number(summary["logprob_abs_diff_replay"])),
-        ("|logprob difference|, replay off", number(summary["logprob_abs_diff_no_replay"])),
-        ("mismatch KL (k3)", number(summary["mismatch_kl"])),
+        (name, number(value))
+        for name, value in (
+            ("|logprob difference|" + ("" if off is None else ", replay on"), replay),
+            ("|logprob difference|, replay off", off),
+            ("mismatch KL (k3)", summary["mismatch_kl"]),
+        )
+        if value is not None
+    ]
+    return [
+        *rows,
         ("weight updates", f"{number(summary['weight_updates'])} of {number(summary['weight_bytes'])} bytes"),
         ("seconds per weight update", number(summary["weight_update_seconds"])),
         ("seconds per step", number(summary["step_seconds"])),
-        ("  of these", ", ".join(f"{part} {number(value)}" for part, value in split.items())),
+        ("  of these", ", ".join(f"{part} {number(value)}" for part, value in split.items()) or "–"),
         ("tokens per second", number(summary["tokens_per_s"])),
         ("staleness, mean / max", f"{number(summary['staleness_mean'])} / {number(summary['staleness_max'])}"),
     ]
-    return rows
+
+
+def head_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was trained, on what and how: (name, value) pairs of what the run's folder tells."""
+    head = summary["head"]
+    shown = [
+        ("recipe", head["recipe"]),
+        ("model", head["model"]),
+        *((f"data of {table}", path) for table, path in head["data"].items()),
+        ("algorithm", ", ".join(f"{key} {value}" for key, value in head["algorithm"].items())),
+        ("learning rate", head["learning_rate"]),
+        ("staleness allowed (k)", head["staleness"]),
+        ("begun", None if head["date"] is None else f"{head['date']}"),
+    ]
+    return [(name, str(value)) for name, value in shown if value not in (None, "")]
 
 
 def law_lines(summary: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
@@ -107,9 +151,17 @@ def _law(kind: str, left: str, counts: Mapping[str, int | None]) -> tuple[str, b
     return text, holds
 
 
-def _numbers(summary: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(v)}</td></tr>" for n, v in headline(summary))
+def _table(lines: Iterable[tuple[str, str]]) -> str:
+    rows = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(v)}</td></tr>" for n, v in lines)
     return f"<table>{rows}</table>"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{number(count)} of {number(total)} ({100 * count / total:.3g} %)"
+
+
+def _skipped(summary: Mapping[str, Any]) -> str:
+    return f" and {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
 
 
 def _laws(summary: Mapping[str, Any]) -> str:
@@ -120,7 +172,28 @@ def _laws(summary: Mapping[str, Any]) -> str:
     return f"<h2>Nothing lost, nothing doubled</h2>{lines}"
 
 
-def _samples(samples: list[Row]) -> str:
+def _held_out(samples: Sequence[Row]) -> str:
+    """The same prompts before and after: the first and the last round of each table, for prompts that are in both."""
+    rounds: dict[str, dict[int, dict[str, Row]]] = {}
+    for row in samples:
+        steps = rounds.setdefault(str(row.get("table")), {})
+        steps.setdefault(int(row["step"]), {}).setdefault(str(row.get("prompt_id")), row)
+    parts = []
+    for table, steps in rounds.items():
+        ends = sorted({min(steps), max(steps)})
+        both = [prompt for prompt in steps[ends[0]] if prompt in steps[ends[-1]]][:_SHOWN_SAMPLES]
+        shown = "".join(_before_and_after([steps[step][prompt] for step in ends]) for prompt in both)
+        if shown:
+            parts.append(f"<h3>{html.escape(table)}</h3><div class=plots>{shown}</div>")
+    return "<h2>Held-out prompts, before and after</h2>" + "".join(parts) if parts else ""
+
+
+def _before_and_after(rows: Sequence[Row]) -> str:
+    answers = "".join(f"<pre><span class=who>step {row['step']}</span>  {_answer(row)}</pre>" for row in rows)
+    return f"<div><pre>{html.escape(_text(rows[0].get('prompt')))}</pre>{answers}</div>"
+
+
+def _samples(samples: Sequence[Row]) -> str:
     if not samples:
         return ""
     first, last = int(samples[0]["step"]), int(samples[-1]["step"])
@@ -137,10 +210,16 @@ def _sample_list(rows: Iterable[Row]) -> str:
 
 
 def _sample(row: Row) -> str:
-    reward = row.get("reward")
-    prompt, response = html.escape(_text(row.get("prompt"))), html.escape(_text(row.get("response")))
-    colour = "good" if (reward or 0) > 0 else "bad"
-    return f"<pre>{prompt}<b>{response}</b>  <span class={colour}>reward {number(reward)}</span></pre>"
+    return f"<pre>{html.escape(_text(row.get('prompt')))}{_answer(row)}</pre>"
+
+
+def _answer(row: Row) -> str:
+    """The response, its reward and the reward's parts."""
+    reward, parts = row.get("reward"), row.get("parts")
+    colour = "good" if isinstance(reward, (int, float)) and reward > 0 else "bad"
+    shown = ", ".join(f"{name} {number(value)}" for name, value in parts.items()) if isinstance(parts, dict) else ""
+    told = "unscored" if reward is None else f"reward {number(reward)}" + (f" ({shown})" if shown else "")
+    return f"<b>{html.escape(_text(row.get('response')))}</b>  <span class={colour}>{html.escape(told)}</span>"
 
 
 def _text(value: object) -> str:

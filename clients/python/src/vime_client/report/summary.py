@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from vime_client.launcher.finish import read_info
 from vime_client.launcher.state import read_state
 from vime_client.report.history import History, Series
+from vime_client.report.names import DIFF, LEARNING, PARTS, REWARD, SAMPLES, SPLIT, UNSCORED
+from vime_client.worker.demonstrations import SFT_TABLE
 
-DIFF = "train/train_rollout_logprob_abs_diff"
-_SPLIT = {
-    "wait": "perf/train_wait_time",
-    "logprobs": "perf/log_probs_time",
-    "train": "perf/actor_train_time",
-    "publish": "perf/update_weights_time",
-    "other": "perf/other_time",
-}
 _GROUPS = ("inserted", "stored", "leased", "consumed", "retired", "dropped", "evicted")
 _PROMPTS = ("drawn", "open", "inserted", "requeued", "given_up")
 
@@ -27,7 +23,7 @@ _PROMPTS = ("drawn", "open", "inserted", "requeued", "given_up")
 def summarize(run_dir: Path, history: History) -> dict[str, Any]:
     """The summary of a run, finished or not. Unknown values are None."""
     info = read_info(run_dir)
-    reward = history.series("rollout/raw_reward")
+    reward = Series() if history.supervised else history.series(REWARD)
     # The weights that an incarnation begins with are published before its first step.
     updates = [row for row in [*history.openings, *history.steps] if row.get("perf/update_weights_wire_bytes")]
     state = read_state(run_dir)
@@ -39,7 +35,14 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
         "skipped_steps": len([row for row in history.steps if row.get("skipped")]),
         "incarnations": len(history.openings),
         "seconds": run_seconds(run_dir),
-        **_first_and_last(reward),
+        "head": _head(run_dir),
+        "supervised": history.supervised,
+        "reward_first": tenth(reward.values, last=False),
+        "reward_last": tenth(reward.values, last=True),
+        "reward_parts": {name.removeprefix(PARTS): _first_and_last(history, name) for name in history.names(PARTS)},
+        "samples": _sum(history, SAMPLES),
+        "unscored": _sum(history, UNSCORED),
+        "learning": {name: _first_and_last(history, name) for _, name in LEARNING if history.series(name)},
         **_evaluation(history),
         "logprob_abs_diff_replay": _diff(history, ""),
         "logprob_abs_diff_no_replay": _diff(history, "_no_replay"),
@@ -48,7 +51,7 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
         "weight_updates": len(updates),
         "weight_update_seconds": _mean(updates, "perf/update_weights_time"),
         "weight_bytes": _mean(updates, "perf/update_weights_wire_bytes"),
-        "step_time_split": {part: history.series(name).mean for part, name in _SPLIT.items()},
+        "step_time_split": {part: history.series(name).mean for part, name in SPLIT},
         "step_seconds": history.series("perf/step_time").mean,
         "tokens_per_s": history.series("perf/tokens_per_s").mean,
         "staleness_mean": history.series("staleness/mean").mean,
@@ -71,10 +74,7 @@ def write_summary(run_dir: Path, history: History) -> dict[str, Any]:
 
 def run_seconds(run_dir: Path) -> float | None:
     """Time that the run was under way, over all its starts."""
-    try:
-        run = json.loads((run_dir / "services" / "run.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        run = {}
+    run = _run_json(run_dir)
     state = read_state(run_dir)
     if state is None or not state.ended:
         return None
@@ -96,8 +96,42 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _first_and_last(reward: Series) -> dict[str, float | None]:
-    return {"reward_first": tenth(reward.values, last=False), "reward_last": tenth(reward.values, last=True)}
+def _first_and_last(history: History, name: str) -> dict[str, float | None]:
+    values = history.series(name).values
+    return {"first": tenth(values, last=False), "last": tenth(values, last=True)}
+
+
+def _sum(history: History, name: str) -> int | None:
+    series = history.series(name)
+    return int(sum(series.values)) if series else None
+
+
+def _head(run_dir: Path) -> dict[str, Any]:
+    """What was trained on what, and how: of the run's own configuration."""
+    try:
+        config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        config = {}
+    run = _run_json(run_dir)
+    algorithm = config.get("trainer", {}).get("algorithm", {})
+    created = run.get("created")
+    return {
+        "recipe": run.get("recipe") or run.get("base_dir"),
+        "model": config.get("model", {}).get("path"),
+        "data": {name: table.get("source", {}).get("path") for name, table in config.get("tables", {}).items()},
+        "algorithm": {key: algorithm[key] for key in ("estimator", "objective", "reducer") if key in algorithm},
+        "staleness": config.get("tables", {}).get("train", {}).get("max_staleness"),
+        "learning_rate": config.get("trainer", {}).get("engine", {}).get("optimizer", {}).get("lr"),
+        "date": None if created is None else datetime.fromtimestamp(float(created), UTC).isoformat(" ", "minutes"),
+    }
+
+
+def _run_json(run_dir: Path) -> dict[str, Any]:
+    try:
+        run: dict[str, Any] = json.loads((run_dir / "services" / "run.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        run = {}
+    return run
 
 
 def _evaluation(history: History) -> dict[str, Any]:
@@ -122,8 +156,9 @@ def _diff_series(history: History, suffix: str) -> Series:
 
 
 def _law(kind: str, parts: tuple[str, ...], info: Mapping[str, Any], history: History) -> dict[str, int | None]:
-    """One side of a conservation law of the table `train`: as the buffer said at the end, else as of the last step."""
-    counts = info.get("tables", {}).get("train", {})
+    """One side of a law of the table that is trained on: as the buffer said at the end, else as of the last step."""
+    tables = info.get("tables", {})
+    counts = tables.get("train") or tables.get(SFT_TABLE, {})
     law: dict[str, int | None] = {}
     for part in parts:
         value = counts.get(f"{kind}_{part}")

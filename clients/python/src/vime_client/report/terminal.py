@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime_client.report.history import History
+from vime_client.report.names import LOSS, REWARD
 from vime_client.report.page import headline, law_lines, verdict
 
 
@@ -32,9 +33,10 @@ def show(console: Console, run_dir: Path, history: History, summary: Mapping[str
 
 
 def picture(history: History, width: int, *, colour: bool) -> str:
-    """Reward and evaluation over the steps, drawn with characters; empty without data."""
-    reward = history.series("rollout/raw_reward")
-    if len(reward.values) < 2:
+    """Reward (of demonstrations: loss) and evaluation over the steps, drawn with characters; empty without data."""
+    name, metric = ("loss", LOSS) if history.supervised else ("reward", REWARD)
+    shown = history.series(metric)
+    if len(shown.values) < 2:
         return ""
     import plotext
 
@@ -44,8 +46,8 @@ def picture(history: History, width: int, *, colour: bool) -> str:
     figure.clear()
     figure.theme("dark" if colour else "colorless")
     figure.plot_size(width, 16)
-    means = figure.signal(reward.steps, moving_mean(reward.values, 10)).lines()
-    figure.draw(means.label("reward, mean of 10 steps"))
+    means = figure.signal(shown.steps, moving_mean(shown.values, 10)).lines()
+    figure.draw(means.label(f"{name}, mean of 10 steps"))
     for table in history.evals:
         if evals := history.eval_series(table):
             figure.draw(figure.signal(evals.steps, evals.values, marker="o").label(table))

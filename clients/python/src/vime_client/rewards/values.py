@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from vime_client.one_line import is_valid, one_line, told
 
-_MOST_PARTS = 100
-_LONGEST_PART_NAME = 100
+_MOST_PARTS = 64
+_LONGEST_PART_NAME = 128
 Unscored = Literal[
     "RAISED", "TIMEOUT", "CRASHED", "NOT_FINITE", "NOT_A_NUMBER", "NO_RESPONSE"
 ]  # names of vime.common.v1.UnscoredReason
@@ -41,7 +41,7 @@ def unscored(reason: Unscored, detail: str, seconds: float = 0.0) -> Score:
 def scored(reward: float, parts: Mapping[str, float], detail: str, seconds: float) -> Score:
     """A score with a reward, or without one where the reward or its parts cannot be sent and counted.
 
-    Parts become metrics: at most 100, under valid names of at most 100 characters.
+    Parts become metrics: at most 64, under valid names of at most 128 characters, as the buffer has it.
     """
     if not math.isfinite(reward):
         return unscored("NOT_FINITE", f"the reward is {reward}", seconds)
