@@ -73,7 +73,7 @@ def defaults_of(plan: RunPlan, resolved: Mapping[str, str]) -> str:
             for key, value in _leaves(answer)
             if key not in written
         ]
-        notes = resolved[service.name].splitlines()
+        notes = resolved.get(service.name, "").splitlines()
         lines += [f"# {kind}: {note.removeprefix('# ')}" for note in notes if note.startswith("# ")]
     return "\n".join(lines) + "\n"
 
