@@ -25,11 +25,6 @@ _CALL_S = 60.0
 # LeaseBatch answers an empty OK shortly before its deadline; the rest is for the way back.
 _MARGIN_S = 2.0
 _DETAIL_CHARS = 500
-_READABLE = (
-    table_service_pb2.GROUP_STATE_STORED,
-    table_service_pb2.GROUP_STATE_LEASED,
-    table_service_pb2.GROUP_STATE_CONSUMED,
-)
 
 logger = logging.getLogger(__name__)
 _FINAL = (prompt_service_pb2.BLOCK_REASON_END_OF_DATA, prompt_service_pb2.BLOCK_REASON_CLOSED)
@@ -108,7 +103,7 @@ class GrpcLedger:
             detail=answer.detail,
         )
 
-    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> int:
         """See the port."""
         request = pb.QuarantineGroupsRequest(
             incarnation=incarnation,
@@ -119,7 +114,10 @@ class GrpcLedger:
                 for g in groups
             ],
         )
-        await patiently("buffer.QuarantineGroups", lambda: self._batches.QuarantineGroups(request, timeout=_CALL_S))
+        answer = await patiently(
+            "buffer.QuarantineGroups", lambda: self._batches.QuarantineGroups(request, timeout=_CALL_S)
+        )
+        return answer.given_up
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
@@ -171,10 +169,12 @@ class GrpcLedger:
 
     async def eval_answers(self, table: str, step: int, prompts: int) -> list[dict[str, Any]]:
         """See the port."""
-        request = table_service_pb2.ListGroupsRequest(table=table, page_size=prompts, eval_step=step)
+        request = table_service_pb2.ListGroupsRequest(
+            table=table, state=table_service_pb2.GROUP_STATE_CONSUMED, page_size=prompts, eval_step=step
+        )
         try:
             listed = await patiently("buffer.ListGroups", lambda: self._tables.ListGroups(request, timeout=_CALL_S))
-            wanted = [group.group_id for group in listed.groups if group.state in _READABLE]
+            wanted = [group.group_id for group in listed.groups]
             groups = await patiently("buffer.GetGroups", lambda: self._groups(wanted)) if wanted else []
         except RpcError as error:  # a diary is no reason to end a run
             logger.warning("the answers of %s at step %d cannot be read: %s", table, step, error)
@@ -198,7 +198,7 @@ class GrpcLedger:
         info = await self._info()
         counts = info.counts
         return Harvest(
-            made=counts.prompts_inserted,
+            made=counts.prompts_inserted - counts.groups_dropped["unusable"],  # each attempt was an insert
             given_up={why: n for why, n in sorted(counts.prompts_given_up.items()) if n},
             stored=counts.groups_stored,
             groups_per_step=info.config.groups_per_step,
