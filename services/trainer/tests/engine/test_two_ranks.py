@@ -29,7 +29,8 @@ commands.load(pb.LoadCommand())
 def group(name, token):
     samples = [
         t.Sample(group_id=name, sample_index=i, prompt_token_ids=[5, 6], response_token_ids=[7 + i, token],
-                 rollout_logprobs=[-3.0] * 2, status=t.SAMPLE_STATUS_COMPLETED, reward=float(i))
+                 rollout_logprobs=[-3.0] * 2, status=t.SAMPLE_STATUS_COMPLETED, reward=float(i),
+                 reward_parts={name: float(i)})
         for i in range(2)
     ]
     return t.TrajectoryGroup(group_id=name, samples=samples)
@@ -58,6 +59,7 @@ result = {
     "poisoned": list(poisoned.trained_samples),
     "kinds": kinds,
     "trained": list(trained.trained_samples),
+    "parts": {name: value for name, value in trained.metrics.items() if "rollout/reward/" in name},
 }
 """
 
@@ -69,6 +71,7 @@ def test_two_ranks_do_every_command_and_what_one_cannot_do_leaves_both_well(run_
     assert (first["unusable"], first["poisoned"]) == ({}, [])
     assert list(second["unusable"]) == ["bad"]
     assert (second["kinds"], first["kinds"]) == (["PeerFailed", "GroupError"], ["GroupError", "PeerFailed"])
+    assert first["parts"] == second["parts"] == {"rollout/reward/good": 0.5, "rollout/reward/better": 0.5}
     assert first["trained"] == ["good#0", "good#1"]
     assert second["trained"] == ["better#0", "better#1"]
 

@@ -14,7 +14,13 @@ from vime_trainer.algorithms.ranks import LOCAL
 from vime_trainer.engine.errors import RoutingTraceError, SampleError
 from vime_trainer.engine.trajectories import global_trajectories
 from vime_trainer.rank.groups import GroupError, routes_of, select, shaped_rewards, with_advantages
-from vime_trainer.rank.measures import mismatch_family, mismatch_measures, rollout_measures, shaping_measures
+from vime_trainer.rank.measures import (
+    mismatch_family,
+    mismatch_measures,
+    reward_part_measures,
+    rollout_measures,
+    shaping_measures,
+)
 
 DONE, CUT = trajectory_pb2.SAMPLE_STATUS_COMPLETED, trajectory_pb2.SAMPLE_STATUS_TRUNCATED
 
@@ -268,3 +274,16 @@ def test_the_mismatch_is_split_by_what_the_versions_say():
 def test_the_trainer_divides_by_the_temperature_that_was_sampled_at():
     share = select([group(sample(0, 1.0), temperature=0.7)], [0], AlgorithmConfig())
     assert share.samples[0].temperature == pytest.approx(0.7)
+
+
+def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():
+    parts = [{"right": 1.0, "form": 0.5}, {"right": 0.0}, {"right": float("nan")}]
+    share, *_ = advantages([group(*(sample(i, 1.0, reward_parts=part) for i, part in enumerate(parts)))])
+    assert reward_part_measures(share, LOCAL) == {"rollout/reward/right": 0.5, "rollout/reward/form": 0.5}
+
+
+def test_more_parts_than_people_can_read_are_left_out_and_counted():
+    share, *_ = advantages([group(sample(0, 1.0, reward_parts={f"p{i:02}": float(i) for i in range(20)}))])
+    measured = reward_part_measures(share, LOCAL)
+    assert measured.pop("rollout/reward_parts_left_out") == 4
+    assert measured == {f"rollout/reward/p{i:02}": float(i) for i in range(16)}

@@ -97,6 +97,11 @@ def of_512(sample: Sample) -> None:
     sample.routed_experts.num_experts = 512
 
 
+def fork_of_the_other(sample: Sample) -> None:
+    """Its trajectory is that of sample 0, whose reward is another."""
+    sample.trajectory_id = "t"
+
+
 POISONS: dict[str, tuple[Callable[[Sample], None], str]] = {
     "vocabulary": (change(response_token_ids=[10, 4_000_000, 12]), "token ids 5..4000000 leave the vocabulary of 32"),
     "repeated expert": (entry(2, [3, 3]), r"experts \[3, 3\] at row 2, MoE layer 1 repeat"),
@@ -109,6 +114,7 @@ POISONS: dict[str, tuple[Callable[[Sample], None], str]] = {
     "another group's": (change(group_id="other"), "group bad holds sample other#1, which is of another group"),
     "length": (change(rollout_logprobs=[-0.5]), "3 response tokens but rollout_logprobs"),
     "no probability": (change(rollout_logprobs=[-0.5, 3.0, -0.5]), "is not the logarithm of a probability"),
+    "forks": (fork_of_the_other, "samples 0 and 1 forked from trajectory 't' but have rewards 0.0 and 1.0"),
     "too long": (
         change(response_token_ids=[10] * 9000, rollout_logprobs=[-0.5] * 9000, routed_experts=trace(experts(9001))),
         "9001 tokens exceed the model's",
@@ -120,6 +126,7 @@ POISONS: dict[str, tuple[Callable[[Sample], None], str]] = {
 def test_a_poisoned_group_is_named_and_nothing_is_trained(engine: Engine, name: str) -> None:
     poison, reason = POISONS[name]
     bad = group("bad")
+    bad.samples[0].trajectory_id = "t"
     poison(bad.samples[1])
     groups = [group("good"), bad]
     before = [tensor.clone() for _, tensor in engine.export()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from vime_trainer.algorithms.tensors import pad_rows
 from vime_trainer.engine.sample import Sample
 from vime_trainer.rank.groups import FINISHED, Share
 
+REWARD_PARTS = 16
 _GAP = "train_rollout_logprob_abs_diff"
 
 
@@ -67,6 +69,24 @@ def rollout_measures(share: Share, reduce: Reduce) -> dict[str, float]:
     if bool(torch.isfinite(extremes).all()):
         found |= {"rollout/response_len/max": float(extremes[0]), "rollout/response_len/min": -float(extremes[1])}
     return found
+
+
+def reward_part_measures(share: Share, reduce: Reduce) -> dict[str, float]:
+    """`rollout/reward/<part>`: mean of each part of the reward over the samples that have it, for the first
+    `REWARD_PARTS` names; `rollout/reward_parts_left_out`: how many names there are beyond."""
+    parts: dict[str, list[float]] = {}
+    for sample in share.all_protos:
+        for name, value in sample.reward_parts.items():
+            if math.isfinite(value):
+                parts.setdefault(name, []).append(value)
+    told = torch.tensor(list(json.dumps(sorted(parts)).encode()), dtype=torch.int64)
+    # A rank may have names that another has not; what is reduced must have the same on all.
+    names = sorted({name for there in reduce.gather(told) for name in json.loads(bytes(there.tolist()))})
+    if not names:
+        return {}
+    found = reduced({f"rollout/reward/{name}": _mean(parts.get(name, [])) for name in names[:REWARD_PARTS]}, reduce)
+    beyond = len(names) - REWARD_PARTS
+    return found | ({"rollout/reward_parts_left_out": float(beyond)} if beyond > 0 else {})
 
 
 def mismatch_measures(

@@ -13,7 +13,7 @@ import torch
 from vime.common.v1.trajectory_pb2 import FinishReason, Prompt, TrajectoryGroup
 from vime.common.v1.trajectory_pb2 import Sample as SampleProto
 from vime.trainer.v1 import rank_service_pb2 as pb
-from vime_trainer.adapters.protos import enum_name
+from vime_trainer.adapters.protos import enum_name, prompt_text
 from vime_trainer.algorithm_config import (
     AlgorithmConfig,
     build_loss,
@@ -32,6 +32,7 @@ from vime_trainer.rank.measures import (
     mismatch_family,
     mismatch_measures,
     reduced,
+    reward_part_measures,
     rollout_measures,
     shaping_measures,
     value_measures,
@@ -91,6 +92,7 @@ class BatchTraining:
         trained = self._train(samples, before, rate, clock)
         # The estimator sees no unscored sample any more, so that it counts none: the count is that of the batch.
         metrics = judged | rollout_measures(share, GLOBAL)
+        metrics |= reward_part_measures(share, GLOBAL)
         metrics |= self._role_measures(share)
         metrics |= _step_measures(trained)
         if not self._supervised:  # a demonstration has no engine's logprobs to compare with
@@ -232,7 +234,7 @@ def _sample_text(proto: SampleProto, sample: Sample, prompts: Mapping[str, Promp
     return json.dumps(
         {
             "sample": name_of(proto),
-            "prompt": prompt.text or [m.content for m in prompt.chat.messages] or None,
+            "prompt": prompt_text(prompt),
             "record": prompt.record_json,
             "response": proto.response_text,
             "reward": proto.reward,
