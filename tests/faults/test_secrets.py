@@ -191,7 +191,7 @@ def test_environment_secrets_of_a_recipe_are_in_no_report(
     run_dir = tmp_path / "runs" / "r"
     recipe = load_recipe(recipe_with_secrets)
     for mode in ("new", "resume"):  # files of an earlier start are written anew, not only opened
-        driver._prepare(recipe, recipe_with_secrets, tmp_path, run_dir, mode, Console())
+        driver._prepare(recipe, recipe_with_secrets, tmp_path, run_dir, mode, Console(), Console())
         build_report(run_dir)
         for path in (run_dir / "services").iterdir():
             path.chmod(0o644) if mode == "new" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -26,12 +27,13 @@ from vime_client.driver.progress import Progress
 from vime_client.driver.run import RunOptions
 from vime_client.driver.run import run as drive
 from vime_client.driver.status import NothingKnown, print_status
+from vime_client.launcher import patience
 from vime_client.launcher.client import is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.plan import RunPlan, ServicePlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import choose_ports
 from vime_client.launcher.preflight import preflight
 from vime_client.launcher.state import RunState, ServiceState, hold, read_state, write_state
-from vime_client.recipe import load_recipe
+from vime_client.recipe import LauncherSection, load_recipe
 from vime_client.redaction import STARS
 from vime_client.report.build import build_report
 from vime_client.report.summary import run_seconds
@@ -300,7 +302,7 @@ def quiet_drive(
 ) -> tuple[int | None, str]:
     """`vime run` up to where services would start: the exit code, None if they would; and all that it says."""
 
-    async def answers(plan: RunPlan, _: Path) -> dict[str, str]:
+    async def answers(plan: RunPlan, *_: object) -> dict[str, str]:
         return {"trainer": 'trainer = { steps = 5, faults = { max_restarts = 5 } }\nserver = { host = "127.0.0.1" }\n'}
 
     async def would_start(*_: object, **__: object) -> int:
@@ -520,7 +522,7 @@ async def test_every_services_complaint_is_told_in_the_recipes_words(tmp_path: P
     )
     plan = RunPlan(run_id="r", services=[buffer, router, rollout, missing])
     with pytest.raises(ConfigError) as caught:
-        await preflight(plan, Path("my.toml"))
+        await preflight(plan, Path("my.toml"), print)
     assert caught.value.problems[0] == "my.toml: [buffer] unknown key 'tables.train.x'; did you mean y?"
     assert 'service "rollout-0" refuses its settings: RuntimeError: no such device' in caught.value.problems[1]
     assert "needs the Python package vime_nothere" in caught.value.problems[2]
@@ -539,7 +541,7 @@ async def test_no_process_takes_modules_from_the_folder_where_it_is_called(
     loaded = load_recipe(recipe, ['rewards.strict="reward.py:score"', "tables.eval/heldout.sampling={max_tokens=8}"])
     plan = write_plan(loaded, recipe.parent, run_dir, "r", choose_ports(service_names(loaded), {}))
     light = [s for s in plan.services if s.name in ("buffer", "router", "worker-0")]
-    answers = await preflight(plan.model_copy(update={"services": light}), recipe)
+    answers = await preflight(plan.model_copy(update={"services": light}), recipe, print)
     assert "queue_timeout_s" in answers["router"]
     # Also what services start: programs of their own with `-m`, as vLLM and torchrun do.
     script = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'this'], check=True); import random, time"
@@ -551,6 +553,23 @@ async def test_no_process_takes_modules_from_the_folder_where_it_is_called(
     await wait_until(lambda: "up" in (run_dir / "logs" / "a.log").read_text(), 30)
     await stop_supervisor(run_dir, 10)
     assert "folder where" not in (run_dir / "logs" / "a.log").read_text()
+
+
+async def test_a_check_that_goes_on_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vime_client.launcher.preflight._SAY_S", 0.3)
+    slow = service(tmp_path, "trainer", "import time\ntime.sleep(1.5)\n")
+    plan = RunPlan(run_id="r", services=[slow], limits=LauncherSection(ready_timeout_s=0.5))
+    done = itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(patience, "_effort", lambda _: float(next(done)))  # it computes all the time
+        patch.setattr(patience, "_LONGEST", 1000)
+        said: list[str] = []
+        await preflight(plan, Path("my.toml"), said.append)
+    assert said[0].startswith("checking the settings: waits for trainer (")
+    idle = service(tmp_path, "trainer", "import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(patience, "_effort", lambda _: 0.0)
+    with pytest.raises(ConfigError, match=r"nothing was done for 0.5 s \(launcher.ready_timeout_s = 0.5\)"):
+        await preflight(plan.model_copy(update={"services": [idle]}), Path("my.toml"), said.append)
 
 
 def step(number: int, reward: float) -> pb.WatchResponse:
@@ -612,7 +631,11 @@ def test_lines_say_what_is_waited_for_only_after_a_silence(monkeypatch: pytest.M
     now[0] += 6
     lines.refresh()
     lines.refresh()
-    assert console.export_text().count("waits for engines") == 1
+    assert console.export_text(clear=False).count("waits for engines") == 1
+    for _ in range(12):  # a minute later: said again, less and less often
+        now[0] += 5
+        lines.refresh()
+    assert console.export_text().count("waits for engines") == 4
 
 
 def test_a_sparkline_spans_least_to_greatest() -> None:

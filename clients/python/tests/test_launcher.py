@@ -20,8 +20,8 @@ import pytest
 
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_client.causes import cause_in, cause_of_end
-from vime_client.clock import MonotonicClock
-from vime_client.launcher import client, supervisor
+from vime_client.clock import ManualClock, MonotonicClock
+from vime_client.launcher import client, patience, supervisor
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.loop_watch import LoopEnd, watch_loop
 from vime_client.launcher.plan import ServicePlan, load_plan
@@ -196,7 +196,9 @@ async def test_a_trainer_that_refuses_to_start_is_quoted_and_not_asked_for_ever(
     held = grpc.StatusCode.FAILED_PRECONDITION, "MODE_HELD"
     end, said = await watched(Busy(*held, times=999), tmp_path, ready_timeout_s=1.0)
     assert said[0] == "the trainer refuses: person drives single steps"
-    assert end == LoopEnd("failed", "the trainer refuses for 1 s: person drives single steps")
+    assert end == LoopEnd(
+        "failed", "the trainer refuses for 1 s (launcher.ready_timeout_s): person drives single steps"
+    )
     end, said = await watched(Busy(*held, times=2), tmp_path, ready_timeout_s=20.0)
     assert end == LoopEnd("finished")
 
@@ -288,7 +290,47 @@ async def test_services_that_never_become_ready_end_the_run_by_name(tmp_path: Pa
     make_plan(tmp_path, [deaf], ready_timeout_s=1.0)
     async with supervised(tmp_path):
         await wait_until(lambda: state_of(tmp_path).phase == "failed")
-        assert state_of(tmp_path).reason == "after 1 s the run is still not ready: it waits for buffer"
+        limit = "nothing was done for 1 s (launcher.ready_timeout_s = 1)"
+        assert state_of(tmp_path).reason == f"the run does not become ready: it waits for buffer, and {limit}"
+
+
+def test_patience_counts_what_is_done_and_not_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spent = ManualClock(), [5.0]
+    monkeypatch.setattr(patience, "_effort", lambda _: spent[0])
+    waits = patience.Patience(180.0, clock)
+    for _ in range(100):  # at load 20: a twentieth of a processor
+        clock.advance(10)
+        spent[0] += 0.5
+        assert not waits.is_over([1])
+    for _ in range(18):  # it only polls
+        clock.advance(10)
+        spent[0] += 0.1
+        assert not waits.is_over([1])
+    clock.advance(10)
+    assert waits.is_over([1])
+    assert waits.why() == "nothing was done for 180 s"
+    endless = patience.Patience(180.0, clock)
+    for _ in range(180):
+        clock.advance(10)
+        spent[0] += 10
+        assert not endless.is_over([1])
+    clock.advance(10)
+    spent[0] += 10
+    assert endless.is_over([1])
+    assert endless.why() == "it took longer than 1800 s"
+
+
+def test_what_a_process_and_its_children_do_is_seen() -> None:
+    code = "import time\nwhile time.process_time() < 0.7: pass\nprint('done', flush=True)\ninput()"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        seen = patience._effort([process.pid])
+        process.communicate("\n")
+    assert seen >= 0.7
+    assert patience._effort([process.pid]) == 0.0
 
 
 def test_a_busy_port_is_named_with_its_service() -> None:

@@ -169,7 +169,8 @@ class LauncherSection(ConfigModel):
     restart_backoff_s: SecondsOrNone = 0.5
     """Wait before the first restart; doubles with every death, up to 15 s."""
     ready_timeout_s: Seconds = 180.0
-    """How long all services together may take to become ready."""
+    """How long services that start, or check their settings, may do nothing: neither compute nor read. Ten times as
+    long is the most that they may take. An engine bounds its own start (`rollout.vllm.start_timeout_seconds`)."""
     hang_timeout_s: Seconds = 60.0
     """A service that was alive and gives no sign of life for so long is killed and started again."""
     stop_timeout_s: Seconds = 20.0

@@ -16,7 +16,7 @@ from vime_client.driver.progress import Progress
 from vime_client.launcher.state import RunState
 from vime_client.report.names import DIFF, LOSS, SAMPLES, SPLIT, UNSCORED, is_supervised, parts_of
 
-_QUIET_S = 5.0
+_QUIET_S, _LONGEST_QUIET_S = 5.0, 60.0
 """How long lines may be silent before they say what is waited for."""
 _BARS = "▁▂▃▄▅▆▇█"
 _DOT = {"running": ("●", "green"), "waiting": ("●", "yellow"), "stopped": ("○", "dim"), "gave_up": ("✗", "red")}
@@ -53,6 +53,7 @@ class Lines:
         self._progress = progress
         self._start = time.monotonic()
         self._activity = ""
+        self._said = 0
         self._next_activity = time.monotonic() + _QUIET_S
 
     def __enter__(self) -> Lines:
@@ -68,12 +69,15 @@ class Lines:
         )
 
     def refresh(self) -> None:
-        """Say what is waited for, if that lasts: every five seconds without another line."""
+        """Say what is waited for, after five seconds without another line; the same less and less often."""
         activity = self._progress.waits_for()
         now = time.monotonic()
-        if activity and activity != self._activity and now >= self._next_activity:
-            self._activity = activity
-            self.event(activity)
+        if not activity or now < self._next_activity:
+            return
+        self._said = self._said + 1 if activity == self._activity else 0
+        self._activity = activity
+        self.event(activity)
+        self._next_activity = now + min(_QUIET_S * 2**self._said, _LONGEST_QUIET_S)
 
 
 class Panel:

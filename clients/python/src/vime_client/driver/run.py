@@ -63,13 +63,13 @@ def run(recipe_path: Path, options: RunOptions, console: Console, errors: Consol
     try:
         recipe, base_dir, run_dir = load_run(recipe_path, options)
         if options.dry_run:
-            asyncio.run(_dry_run(recipe, recipe_path, base_dir, console))
+            asyncio.run(_dry_run(recipe, recipe_path, base_dir, console, errors))
             return 0
         if options.mode == "resume" and (end := _ended_before(recipe, run_dir, options.from_step)) is not None:
             console.out(_nothing_left(recipe, run_dir), highlight=False)
             return _exit_code(end, errors)
         if not options.join:
-            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode, console)
+            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode, console, errors)
             if options.from_step is not None:
                 rewind_to(run_dir, options.from_step)
         elif not holds_run(run_dir):
@@ -135,7 +135,9 @@ def _model(run_dir: Path) -> str:
     return f"\ntrained model: {folder}" if folder else ""
 
 
-def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode, console: Console) -> None:
+def _prepare(
+    recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode, console: Console, errors: Console
+) -> None:
     """Write the run folder's configuration, and have every service check its own."""
     folder = open_folder(run_dir, mode, base_dir)
     try:
@@ -146,7 +148,7 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         with hold(run_dir, "driver"):  # another start under this name must not take the folder for one that failed
             ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
             plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
-            answers = asyncio.run(preflight(plan, recipe_path))
+            answers = asyncio.run(preflight(plan, recipe_path, lambda line: _tell(errors, line)))
             changes = write_record(recipe, run_dir, defaults_of(plan, answers))
         if changes:
             console.out(changes, highlight=False)
@@ -155,12 +157,12 @@ def _prepare(recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, m
         raise
 
 
-async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console) -> None:
+async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console, errors: Console) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / recipe.run.name
         ports = choose_ports(service_names(recipe), recipe.launcher.ports)
         plan = write_plan(recipe, base_dir, run_dir, "dry-run", ports)
-        defaults = defaults_of(plan, await preflight(plan, recipe_path))
+        defaults = defaults_of(plan, await preflight(plan, recipe_path, lambda line: _tell(errors, line)))
     console.out(to_toml(recipe) + defaults, highlight=False, end="")
 
 
@@ -228,6 +230,10 @@ def _exit_code(state: RunState, errors: Console) -> int:
         return 0
     _say(errors, f"the run is incomplete: {state.reason}")
     return EXIT_INCOMPLETE
+
+
+def _tell(errors: Console, line: str) -> None:
+    errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(errors: Console, *lines: str) -> None:

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 from vime_client.causes import cause_in, exit_text, last_lines
+from vime_client.clock import MonotonicClock
+from vime_client.launcher.patience import Patience
 from vime_client.launcher.process import REAP_S
 from vime_client.launcher.state import RunState, is_held, read_state, state_path
 
@@ -45,11 +47,11 @@ async def start_supervisor(run_dir: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is for the driver, which then stops us in order
         )
-    end = time.monotonic() + _START_S
+    patience = Patience(_START_S, MonotonicClock())
     while read_state(run_dir) is None:
         code = process.poll()
-        if code is not None or time.monotonic() > end:
-            end_text = f"not within {_START_S:g} s" if code is None else exit_text(code)
+        if code is not None or patience.is_over([process.pid]):
+            end_text = patience.why() if code is None else exit_text(code)
             process.kill()  # one that is only slow would start the run with nobody driving it
             await _gone(run_dir, process.pid, REAP_S)
             raise LauncherError(f"the launcher did not start ({end_text}): {why_died(log, start)} (log: {log})")

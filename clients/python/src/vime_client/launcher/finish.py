@@ -13,7 +13,9 @@ from google.protobuf import json_format
 
 from vime_client.buffer import BufferClient
 from vime_client.channel import ChannelSettings
+from vime_client.clock import MonotonicClock
 from vime_client.errors import RpcError
+from vime_client.launcher.patience import Patience, waits_for
 from vime_client.launcher.probes import Probe, all_components
 from vime_client.launcher.process import REAP_S
 from vime_client.logs import get_logger
@@ -48,13 +50,11 @@ async def final_report(run_dir: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "vime_client.report", str(run_dir)), stdin=asyncio.subprocess.DEVNULL
     )
-    try:
-        code: int | None = await asyncio.wait_for(process.wait(), _REPORT_S)
-    except TimeoutError:
+    end = asyncio.ensure_future(process.wait())
+    if not await waits_for(end, process.pid, Patience(_REPORT_S, MonotonicClock())):
         process.kill()
-        await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=REAP_S)
-        code = process.returncode
-    if code != 0:
+        await asyncio.wait([end], timeout=REAP_S)
+    if (code := process.returncode) != 0:
         _log.error("the report could not be written", exit_code=code)
 
 

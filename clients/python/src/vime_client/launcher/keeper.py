@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from vime_client.causes import exit_text
 from vime_client.clock import Clock
+from vime_client.launcher.patience import Patience
 from vime_client.launcher.plan import RunPlan, ServicePlan
 from vime_client.launcher.probes import FileProbe, Probe
 from vime_client.launcher.process import REAP_S, ServiceProcess
@@ -123,20 +124,20 @@ class Keeper:
     async def _watch_for_silence(self, process: ServiceProcess) -> None:
         """Kill a process that gives no sign for `hang_timeout_s`, such as one that is stopped.
 
-        Before it is ready it may be silent for longer, also from its start on: importing an engine can hold the
-        interpreter for minutes.
+        Before it is ready it may be silent for longer, also from its start on, as long as it does something: importing
+        an engine can hold the interpreter for minutes.
         """
         alive, ready = self._questions()
-        heard = self._clock.now()
+        heard, starts = self._clock.now(), Patience(max(self._hang_s, self._start_s), self._clock)
         while True:
             await self._clock.sleep(min(_PROBE_S, self._hang_s / 4))
-            limit = self._hang_s if self.state.ready else max(self._hang_s, self._start_s)
             if await alive():
                 heard = self._clock.now()
                 if not self.state.ready and await ready():
                     self.set_ready()
-            elif self._clock.now() - heard > limit:
-                _log.error(f"{self.service.name} gives no sign of life and is killed", seconds=limit)
+            elif self._clock.now() - heard > self._hang_s if self.state.ready else starts.is_over([process.pid]):
+                seconds = round(self._clock.now() - heard, 1)
+                _log.error(f"{self.service.name} gives no sign of life and is killed", seconds=seconds)
                 process.kill()
                 return
 

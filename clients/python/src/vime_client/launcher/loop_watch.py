@@ -56,7 +56,9 @@ async def watch_loop(plan: RunPlan, say: Callable[[str], None], clock: Clock) ->
                     say(f"the trainer refuses: {error.message}")
                     refused_since = clock.now() if refused_since is None else refused_since
                     if clock.now() - refused_since > limit:
-                        return LoopEnd("failed", f"the trainer refuses for {limit:g} s: {error.message}")
+                        return LoopEnd(
+                            "failed", f"the trainer refuses for {limit:g} s (launcher.ready_timeout_s): {error.message}"
+                        )
             else:
                 refused_since = None
                 say(status.activity)

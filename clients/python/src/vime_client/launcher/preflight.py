@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vime_client.clock import MonotonicClock
 from vime_client.config_loading import ConfigError
+from vime_client.launcher.patience import Patience, waits_for
 from vime_client.launcher.plan import RunPlan, ServicePlan, service_env
 from vime_client.launcher.process import REAP_S
 
-_SECONDS = 120.0
+_SAY_S = 5.0
 
 
-async def preflight(plan: RunPlan, recipe: Path) -> dict[str, str]:
+async def preflight(plan: RunPlan, recipe: Path, say: Callable[[str], None]) -> dict[str, str]:
     """Run each service with `--dry-run`, all at once; the settings that each would use, as TOML, by service.
+
+    `say` gets a line every few seconds: what is waited for. A service that does something is waited for
+    (`launcher.ready_timeout_s`).
 
     Raises:
         ConfigError: what the services say, in the words of the recipe.
     """
-    answers = await asyncio.gather(*(_dry_run(service, plan, recipe) for service in plan.services))
+    left = [service.name for service in plan.services]
+    saying = asyncio.create_task(_say_what_is_left(left, say))
+    try:
+        answers = await asyncio.gather(*(_dry_run(service, plan, recipe, left) for service in plan.services))
+    finally:
+        saying.cancel()
     problems = [problem for _, said in answers for problem in said]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return {service.name: settings for service, (settings, _) in zip(plan.services, answers, strict=True)}
 
 
-async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> tuple[str, list[str]]:
-    """The settings it would use, and what is wrong with them."""
+async def _say_what_is_left(left: Sequence[str], say: Callable[[str], None]) -> None:
+    start = time.monotonic()
+    while True:
+        await asyncio.sleep(_SAY_S)
+        say(f"checking the settings: waits for {', '.join(left)} ({time.monotonic() - start:.0f} s)")
+
+
+async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path, left: list[str]) -> tuple[str, list[str]]:
+    """The settings it would use, and what is wrong with them; it is taken from those that are `left`."""
     argv = service.argv[: service.argv.index("--set")] if "--set" in service.argv else service.argv
     process = await asyncio.create_subprocess_exec(
         *argv,
@@ -37,13 +56,16 @@ async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Path) -> tuple[s
         stderr=asyncio.subprocess.PIPE,
         env=service_env(plan),
     )
-    try:
-        async with asyncio.timeout(_SECONDS):
-            out, err = await process.communicate()
-    except TimeoutError:
+    patience = Patience(plan.limits.ready_timeout_s, MonotonicClock())
+    talk = asyncio.ensure_future(process.communicate())
+    if not await waits_for(talk, process.pid, patience):
         process.kill()
+        talk.cancel()
         await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=REAP_S)
-        return "", [f'service "{service.name}" did not check its settings within {_SECONDS:.0f} s']
+        why = f"{patience.why()} (launcher.ready_timeout_s = {patience.idle_s:g})"
+        return "", [f'service "{service.name}" did not check its settings: {why}']
+    out, err = talk.result()
+    left.remove(service.name)
     if process.returncode == 0:
         return out.decode(errors="replace"), []
     return "", _sentences(service, err.decode(errors="replace"), recipe)

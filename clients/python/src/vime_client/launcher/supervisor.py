@@ -16,6 +16,7 @@ from vime_client.errors import RpcError
 from vime_client.launcher.finish import final_report, record_counts, record_versions
 from vime_client.launcher.keeper import GaveUp, Keeper
 from vime_client.launcher.loop_watch import LoopEnd, watch_loop
+from vime_client.launcher.patience import Patience
 from vime_client.launcher.plan import RunPlan, service_env
 from vime_client.launcher.probes import Probe
 from vime_client.launcher.process import adopt_orphans, kill_orphans
@@ -23,6 +24,8 @@ from vime_client.launcher.state import ENDED, Phase, RunState, ServiceState, is_
 from vime_client.logs import get_logger
 
 _TICK_S = 0.25
+_SAY_S = 5
+"""How often waiting is told anew."""
 _DRIVER_S = 60.0
 """How long the end of a run waits for its driver to look at it."""
 _log = get_logger(__name__)
@@ -83,12 +86,14 @@ class Supervisor:
         return await watch_loop(self._plan, self._say, self._clock)
 
     async def _until_ready(self) -> None:
-        limit = self._plan.limits.ready_timeout_s
-        end = self._clock.now() + limit
+        patience = Patience(self._plan.limits.ready_timeout_s, self._clock)
         while missing := await self._missing():
-            self._say("waits for " + ", ".join(missing))
-            if self._clock.now() > end:
-                raise NotReady(f"after {limit:g} s the run is still not ready: it waits for {', '.join(missing)}")
+            waited, idle = (int(s) // _SAY_S * _SAY_S for s in (patience.waited_s, patience.seen_idle_s))
+            still = f", nothing done for {idle} s" if idle > _SAY_S else ""
+            self._say(f"waits for {', '.join(missing)} ({waited} s{still})")
+            if patience.is_over(k.pid for k in self._keepers.values() if k.pid and not k.state.ready):
+                limit = f"{patience.why()} (launcher.ready_timeout_s = {patience.idle_s:g})"
+                raise NotReady(f"the run does not become ready: it waits for {', '.join(missing)}, and {limit}")
             await self._clock.sleep(_TICK_S)
 
     async def _missing(self) -> list[str]:
