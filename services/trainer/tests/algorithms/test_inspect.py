@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,86 @@ def test_the_documented_file_is_accepted():
     page = (EXAMPLES.parents[1] / "inspect.md").read_text()
     block = page.split("```json\n")[1].split("```")[0]
     assert inspect_loss(json.loads(block))["loss"]["denominators"]["tokens"] == 3
+
+
+def rows(*trajectories):
+    """Two tokens each, on policy; what a row leaves out is usual."""
+    usual = {"group_id": "g", "reward": 0.0, "response_token_ids": [7, 8], "logprobs": [-0.5, -1.2]}
+    return [usual | {"id": str(b)} | row for b, row in enumerate(trajectories)]
+
+
+def test_trajectory_ids_are_the_groups_own_as_in_the_trainer():
+    """The sequence mean over two groups that both use t0 and t1: four trajectories, each A = R - mean, -mean(A) = 0.
+    Taken for two trajectories the long samples would weigh more and the loss be -0.0833."""
+    data = {
+        "settings": {"advantage": {"estimator": "dr_grpo"}, "loss": {"reducer": "sequence_mean"}},
+        "trajectories": rows(
+            {"trajectory_id": "t0"},
+            {"trajectory_id": "t1", "reward": 1.0, "response_token_ids": [1] * 4, "logprobs": [-1.0] * 4},
+            {"trajectory_id": "t0", "group_id": "h"},
+            {"trajectory_id": "t1", "group_id": "h", "reward": 1.0},
+        ),
+    }
+    report = inspect_loss(data)["loss"]
+    assert report["denominators"]["sequences"] == 4
+    assert report["loss"] == pytest.approx(0)
+    data["split"] = [[["0"], ["3"]], [["2", "1"]]]
+    assert inspect_loss(data)["loss"]["loss"] == pytest.approx(0)
+
+
+def test_a_sample_without_an_id_is_no_fork_of_one_that_is_called_like_it():
+    data = {
+        "settings": {"advantage": {"estimator": "dr_grpo"}},
+        "trajectories": rows({"trajectory_id": "1", "reward": 1.0}, {"reward": 1.0, "trajectory_id": ""}, {}),
+    }
+    found = [row["advantages"][0] for row in inspect_advantages(data)["trajectories"]]
+    assert found == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+
+
+def test_the_penalty_of_a_fork_is_that_of_the_longest():
+    data = {
+        "settings": {"soft_overlong": {"max_length": 4, "cache": 4}},
+        "trajectories": rows(
+            {"trajectory_id": "t"},
+            {"trajectory_id": "t", "response_token_ids": [1] * 3, "logprobs": [-1.0] * 3},
+            {"response_token_ids": [1], "logprobs": [-1.0]},
+        ),
+    }
+    assert [row["reward"] for row in inspect_advantages(data)["trajectories"]] == [-0.75, -0.75, -0.25]
+
+
+def test_whitening_is_over_what_is_trained():
+    data = {
+        "settings": {"advantage": {"whiten": True}, "drop_truncated": True},
+        "trajectories": rows({"reward": 1.0}, {"reward": 0.5}, {"reward": -1.0, "finish_reason": "length"}),
+    }
+    trained = [row["advantages"] for row in inspect_advantages(data)["trajectories"]]
+    assert trained[2] == [0, 0]
+    assert sum(trained[0] + trained[1]) == pytest.approx(0)
+    assert sum(a * a for a in trained[0] + trained[1]) / 3 == pytest.approx(1)
+
+
+@pytest.mark.parametrize("fork", [{}, {"trajectory_id": "t"}])
+def test_a_reward_that_is_no_number_leaves_its_samples_unscored(fork):
+    data = {"trajectories": rows({"reward": math.nan, **fork}, {"reward": math.nan, **fork}, {"reward": 1.0})}
+    scored = [row["scored"] for row in inspect_loss(data)["advantages"]["trajectories"]]
+    assert scored == [False, False, True]
+
+
+@pytest.mark.parametrize("key", ["group_id", "trajectory_id"])
+@pytest.mark.parametrize("name", [[1], math.nan])
+def test_a_name_that_names_nothing_is_refused(key, name):
+    with pytest.raises(ValueError, match=f"trajectory '0': {key} must be a string or a number"):
+        inspect_loss({"trajectories": rows({key: name})})
+
+
+def test_the_old_logprobs_are_the_current_ones_where_none_are_given():
+    data = example("off_policy")
+    data["settings"]["loss"]["correction"] = {"preset": "icepop", "low": 0.9, "high": 1.1, "renormalize": True}
+    for row in data["trajectories"]:
+        row["old_logprobs"] = row["logprobs"]
+    given = inspect_loss(data)["loss"]
+    for row in data["trajectories"]:
+        del row["old_logprobs"]
+    assert inspect_loss(data)["loss"] == given
+    assert given["metrics"]["mis_rejected_fraction"] > 0

@@ -76,6 +76,16 @@ def test_the_value_loss_against_a_walk_and_finite_differences(clip, reducer):
     assert torch.autograd.gradcheck(loss, v_BT, eps=1e-7, atol=1e-6)
 
 
+def test_a_value_within_the_bound_is_not_clipped_by_rounding():
+    """V_old + (V − V_old) is not V in float32, and was counted as clipped where it came out worse."""
+    generator = torch.Generator().manual_seed(0)
+    old_BT = torch.randn(8, 200, generator=generator)
+    v_BT = old_BT + 0.1 * (torch.rand(old_BT.shape, generator=generator) - 0.5)
+    g_BT, mask_BT = torch.randn(old_BT.shape, generator=generator), torch.ones(old_BT.shape)
+    output = value_loss(ValueBatch(v_BT, old_BT, g_BT, mask_BT), ValueLossConfig(), denominators(mask_BT))
+    assert values(output.metrics)["value_clipfrac"] == 0
+
+
 def test_masked_values_may_be_anything():
     v_BT = torch.tensor([[1.0, math.nan]], requires_grad=True)
     other_BT = torch.tensor([[0.0, math.inf]])

@@ -248,7 +248,9 @@ def test_what_stands_at_a_masked_position_of_the_engines_logprobs_reaches_nothin
     algorithm = AlgorithmConfig(
         use_rollout_logprobs=use_rollout_logprobs,
         mini_batches=2,
-        correction=CorrectionSettings() if use_rollout_logprobs else CorrectionSettings(kind="mis", renormalize=True),
+        correction=CorrectionSettings()
+        if use_rollout_logprobs
+        else CorrectionSettings(kind="icepop", renormalize=True),
     )
     results = []
     for placeholder in (0.0, float("nan")):

@@ -192,7 +192,8 @@ def _check_row(row: Any, place: int) -> None:
         if key not in row:
             raise ValueError(f"trajectory {row.get('id', f'number {place}')!r} has no {key}")
     for key in ("group_id", "trajectory_id"):
-        if not isinstance(row.get(key), str | int | float | None):
+        name = row.get(key)
+        if not isinstance(name, str | int | float | None) or (isinstance(name, float) and not math.isfinite(name)):
             raise ValueError(f"trajectory {row['id']!r}: {key} must be a string or a number, not {row[key]!r}")
     _check_numbers(row["response_token_ids"], f"trajectory {row['id']!r}: response_token_ids")
     length = len(row["response_token_ids"])

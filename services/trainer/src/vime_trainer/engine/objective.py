@@ -1,7 +1,10 @@
 """What the engine asks of a loss, and the library's losses in that form."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from vime_trainer.algorithms.index import Index
 from vime_trainer.algorithms.losses import (
@@ -15,6 +18,8 @@ from vime_trainer.algorithms.losses import (
 )
 from vime_trainer.algorithms.ranks import Reduce
 from vime_trainer.algorithms.reducers import Denominators, Reducer, denominators
+from vime_trainer.engine.batch import response_column
+from vime_trainer.engine.sample import Sample
 
 
 class Loss(Protocol):
@@ -81,3 +86,29 @@ class SupervisedLoss:
     def share(self, batch: PolicyBatch, counts: Denominators) -> LossOutput:
         """`sft_loss` of the library."""
         return sft_loss(batch.logprobs_BT, batch.loss_mask_BT, counts, self.reducer, self.fixed_length)
+
+
+def policy_batch(
+    samples: Sequence[Sample],
+    logprobs: torch.Tensor,
+    old: Sequence[torch.Tensor] | None,
+    device: torch.device,
+    *,
+    entropy: torch.Tensor | None = None,
+    reference: bool = False,
+) -> PolicyBatch:
+    """What the loss reads of `samples`, whose current `logprobs` are [rows, longest response] on `device`.
+
+    `old`: their logprobs before the first optimizer step, None if this is it. `reference`: whether every rank's samples
+    have reference logprobs.
+    """
+    given = [row for sample in samples if (row := sample.reference_logprobs) is not None]
+    return PolicyBatch(
+        logprobs_BT=logprobs,
+        advantages_BT=response_column([sample.advantages for sample in samples], device),
+        loss_mask_BT=response_column([sample.loss_mask.bool() for sample in samples], device),
+        old_logprobs_BT=None if old is None else response_column(old, device),
+        rollout_logprobs_BT=response_column([sample.rollout_logprobs for sample in samples], device),
+        ref_logprobs_BT=response_column(given, device) if reference else None,
+        entropy_BT=entropy,
+    )

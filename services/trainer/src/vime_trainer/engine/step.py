@@ -13,7 +13,7 @@ from vime_trainer.engine.batch import MicroBatch, response_column, rows_of
 from vime_trainer.engine.distributed import GLOBAL, all_reduce_max
 from vime_trainer.engine.forward import Forward, per_sample
 from vime_trainer.engine.logprobs import token_entropy, token_logprobs
-from vime_trainer.engine.objective import Loss
+from vime_trainer.engine.objective import Loss, policy_batch
 from vime_trainer.engine.optimizer import OptimizerOutcome, Updater
 from vime_trainer.engine.sample import Sample
 from vime_trainer.engine.trajectories import cut, global_trajectories
@@ -111,15 +111,6 @@ class _MiniBatch:
         return self._policy_batch(list(range(len(self._samples))), zeros, None)
 
     def _policy_batch(self, rows: list[int], logprobs: torch.Tensor, entropy: torch.Tensor | None) -> PolicyBatch:
-        device = self._device
+        old = None if self._old is None else [self._old[i] for i in rows]
         chosen = [self._samples[i] for i in rows]
-        reference = [r for s in chosen if (r := s.reference_logprobs) is not None]
-        return PolicyBatch(
-            logprobs_BT=logprobs,
-            advantages_BT=response_column([s.advantages for s in chosen], device),
-            loss_mask_BT=response_column([s.loss_mask.bool() for s in chosen], device),
-            old_logprobs_BT=None if self._old is None else response_column([self._old[i] for i in rows], device),
-            rollout_logprobs_BT=response_column([s.rollout_logprobs for s in chosen], device),
-            ref_logprobs_BT=response_column(reference, device) if self._has_reference else None,
-            entropy_BT=entropy,
-        )
+        return policy_batch(chosen, logprobs, old, self._device, entropy=entropy, reference=self._has_reference)
