@@ -127,7 +127,7 @@ class Running:
 
 
 @asynccontextmanager
-async def service(directory: Path, *settings: str, ready_s: float = 30) -> AsyncIterator[Running]:
+async def service(directory: Path, *settings: str, ready_s: float = 120) -> AsyncIterator[Running]:
     """A service in a process of its own, live, and waited for until it is ready."""
     directory.mkdir(exist_ok=True)
     port_file = directory / "port"
@@ -140,7 +140,7 @@ async def service(directory: Path, *settings: str, ready_s: float = 30) -> Async
     )
     running: Running | None = None
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not port_file.exists():
             assert process.poll() is None, (directory / "log").read_text()
             assert time.monotonic() < end, "the service did not listen"

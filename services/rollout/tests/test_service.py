@@ -113,6 +113,15 @@ async def test_scores_render_and_decode(running: Running) -> None:
     assert (await running.generation.Render(pb.RenderRequest(text="x"), timeout=5)).template_digest == "text"
 
 
+async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(running: Running) -> None:
+    text = "x" * 513
+    chat = trajectory_pb2.Chat(messages=[trajectory_pb2.ChatMessage(role="user", content=text)])
+    for request in (pb.RenderRequest(text=text), pb.RenderRequest(chat=chat)):
+        error = await failure(running.generation.Render(request, timeout=5))
+        assert (error.reason, error.metadata["characters"]) == ("PROMPT_TOO_LONG", "513")
+    assert len((await running.generation.Render(pb.RenderRequest(text=text[1:]), timeout=5)).prompt_token_ids) == 513
+
+
 async def test_every_refusal_has_its_code_and_reason_and_numbers(running: Running) -> None:
     fence = weight_version_pb2.Fence(exactly=version_to_proto(version(99)))
     cases = [

@@ -83,6 +83,10 @@ def test_tools_and_template_arguments_reach_the_template() -> None:
     assert ours.decode(ours.encode_chat(MESSAGES, [tool], {"mode": "x"})) == "1xhi"
 
 
+def test_the_longest_token_bounds_what_a_context_can_hold() -> None:
+    assert HfTokenizer(make_tokenizer()).longest_token == len("<|endoftext|>")
+
+
 TALKATIVE = (
     "{% generation %}{{ bos_token }}{% for m in messages %}{% if loop.index > limit|default(9) %}{% break %}{% endif %}"
     "{{ m['content'] }}{% endfor %}{% endgeneration %}{% if enable_thinking %}<think>{% endif %}{{ tools|tojson }}"

@@ -16,7 +16,7 @@ from vime_rollout.traffic import Traffic
 from vime_rollout.transfers import Connect, connect
 from vime_rollout.updates import Updater
 from vime_rollout.weights import WeightState
-from vime_service.errors import InvalidArgument
+from vime_service.errors import InvalidArgument, PromptTooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,19 @@ class Core:
         self._tokenizing.close()
 
     async def render_text(self, text: str) -> Rendered:
-        """Ids of plain text."""
+        """Ids of plain text; `PromptTooLong` where the context cannot hold so many characters."""
+        self._check_size(len(text))
         return Rendered(await self._tokenizing.run(self.engine.tokenizer.encode_text, text), "text")
 
     async def render_chat(self, messages: Sequence[Any], tools: Sequence[Any], options: dict[str, Any]) -> Rendered:
-        """Ids of a conversation; `InvalidArgument` when the template cannot render it."""
+        """Ids of a conversation.
+
+        Raises:
+            InvalidArgument: the template cannot render it.
+            PromptTooLong: the context cannot hold so many characters.
+        """
         tokenizer = self.engine.tokenizer
+        self._check_size(sum(len(message["content"]) for message in messages))
         try:
             ids = await self._tokenizing.run(tokenizer.encode_chat, messages, tools, options)
         except ValueError as error:
@@ -72,3 +79,14 @@ class Core:
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
         return await self._tokenizing.run(self.engine.tokenizer.decode, token_ids, skip_special_tokens)
+
+    def _check_size(self, characters: int) -> None:
+        """Before it is tokenized: that takes seconds for what is refused anyway, and everybody waits for the thread."""
+        context = self.engine.description.max_model_len
+        most = context * self.engine.tokenizer.longest_token
+        if characters > most:
+            raise PromptTooLong(
+                f"a text of {characters} characters, and the context's {context} tokens hold at most {most}",
+                characters=characters,
+                max_model_len=context,
+            )

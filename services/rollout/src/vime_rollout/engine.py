@@ -211,6 +211,10 @@ class WeightsBroken(EngineError):
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
+    @property
+    def longest_token(self) -> int:
+        """Characters that one id may stand for, at most."""
+
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, with exactly one BOS if the tokenizer adds one."""
 

@@ -52,6 +52,7 @@ VOCAB = 260
 class ByteTokenizer:
     """One id per UTF-8 byte, and a few special ids above."""
 
+    longest_token = 1
     special: ClassVar[dict[int, str]] = {EOS: "<|eos|>", END_OF_TURN: "<|end|>", BOS: "<|bos|>", 259: "<|unused|>"}
 
     def encode_text(self, text: str) -> list[int]:

@@ -23,6 +23,11 @@ class HfTokenizer:
         probe = tokenizer("a", add_special_tokens=True)["input_ids"]
         self._adds_bos = self._bos is not None and bool(probe) and probe[0] == self._bos
 
+    @cached_property
+    def longest_token(self) -> int:
+        """See `Tokenizer.longest_token`."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def encode_text(self, text: str) -> list[int]:
         """See `Tokenizer.encode_text`."""
         return self._one_bos(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
