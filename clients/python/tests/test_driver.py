@@ -22,6 +22,7 @@ from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_client.cli import main
 from vime_client.config_loading import ConfigError, to_toml
 from vime_client.driver.display import Lines, Panel, sparkline
+from vime_client.driver.failures import Failures
 from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read_run
 from vime_client.driver.progress import Progress
 from vime_client.driver.run import RunOptions
@@ -636,6 +637,33 @@ def test_lines_say_what_is_waited_for_only_after_a_silence(monkeypatch: pytest.M
         now[0] += 5
         lines.refresh()
     assert console.export_text().count("waits for engines") == 4
+
+
+def test_what_fails_while_a_step_waits_is_told_with_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "worker-0.jsonl"
+    log.parent.mkdir()
+
+    def write(detail: str, **fields: object) -> None:
+        with log.open("a") as file:
+            file.write(json.dumps({"msg": f"prompt given up: {detail}", "fields": fields}) + "\n")
+
+    write("of an earlier start", failure="generation")
+    failures = Failures(tmp_path)
+    assert failures.look() == ""
+    write("prompt_token_ids is empty", failure="invalid")
+    assert failures.look() == f"a prompt failed: prompt given up: prompt_token_ids is empty (log: {log})"
+    write("a lease was lost", group_id="g1")
+    write("no tokenizer at http://u:PASS@h", failure="generation")
+    with log.open("a") as file:
+        file.write('{"msg": "half of a li')
+    progress = Progress("r", 10, activity="step 1 waits: generating", trouble=failures.look())
+    told = f"2 prompts failed, the last: prompt given up: no tokenizer at http://{STARS}@h (log: {log})"
+    assert progress.waits_for() == f"step 1 waits: generating; {told}"
+    failures.forget()
+    assert failures.look() == ""
+    log.write_text("")
+    write("anew", failure="generation")
+    assert failures.look().startswith("a prompt failed: prompt given up: anew")
 
 
 def test_a_sparkline_spans_least_to_greatest() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vime_client.channel import ChannelSettings
 from vime_client.driver.display import Display
+from vime_client.driver.failures import Failures
 from vime_client.driver.progress import Progress
 from vime_client.errors import RpcError
 from vime_client.launcher.client import is_running, start_supervisor, why_died
@@ -42,11 +43,16 @@ async def follow(
 async def _until_end(run_dir: Path, progress: Progress, display: Display, stop: asyncio.Event) -> RunState | None:
     deaths: dict[str, int] = {}
     launcher_deaths = 0
+    failures, step = Failures(run_dir), progress.step
     while not stop.is_set():
         state = read_state(run_dir)
         if state is not None:
             progress.state = state
             _tell_deaths(state, deaths, display)
+            if progress.step != step:
+                step = progress.step
+                failures.forget()
+            progress.trouble = failures.look()
             display.refresh()
             if state.phase in ENDED:
                 return state

@@ -29,6 +29,8 @@ class Progress:
     """Steps that changed nothing."""
     activity: str = ""
     """What the trainer waits for."""
+    trouble: str = ""
+    """What failed since the last step, if anything did."""
     state: RunState | None = None
     """The launcher's view."""
 
@@ -93,8 +95,9 @@ class Progress:
         return status.detail if status.state == pb.TRAINER_STATE_RECOVERING else ""
 
     def waits_for(self) -> str:
-        """What holds the run up now, in the words of the trainer, else of the launcher."""
-        return self.activity or (self.state.activity if self.state else "")
+        """What holds the run up now, in the words of the trainer, else of the launcher; and what fails meanwhile."""
+        activity = self.activity or (self.state.activity if self.state else "")
+        return "; ".join(filter(None, (activity, self.trouble)))
 
 
 def what_is_learnt(metrics: Mapping[str, float]) -> str:
