@@ -25,7 +25,7 @@ from vime_client.driver.display import Lines, Panel, sparkline
 from vime_client.driver.failures import Failures
 from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read_run
 from vime_client.driver.progress import Progress
-from vime_client.driver.run import RunOptions
+from vime_client.driver.run import RunOptions, _conclude
 from vime_client.driver.run import run as drive
 from vime_client.driver.status import NothingKnown, print_status
 from vime_client.launcher import patience
@@ -289,6 +289,16 @@ def test_what_looks_like_markup_is_printed_letter_by_letter(tmp_path: Path) -> N
     text = write.export_text()
     for part in ("[/r]", "eval/[/x]", "[/a]", ODD):
         assert part in text
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(run_dir: Path) -> None:
+    (run_dir / "summary.json.new").mkdir()
+    text = io.StringIO()
+    console = Console(file=text, width=1000)
+    state = RunState(pid=1, phase="failed", reason="no more memory", log=str(run_dir / "logs" / "trainer.log"))
+    assert _conclude(run_dir, state, console, console, []) == 1
+    assert f"the report cannot be written: {run_dir}/summary.json.new: Is a directory" in text.getvalue()
+    assert f"vime: no more memory (log: {run_dir}/logs/trainer.log)" in text.getvalue()
 
 
 def train_to(run_dir: Path, step: int) -> None:

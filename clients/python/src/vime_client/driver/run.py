@@ -203,9 +203,13 @@ async def _follow(
 
 def _conclude(run_dir: Path, state: RunState | None, console: Console, errors: Console, received: list[int]) -> int:
     """Report, table, picture, and the reason if it did not end well."""
-    history, summary = build_report(run_dir)
-    if history.steps:
-        show(console, run_dir, history, summary)
+    try:
+        history, summary = build_report(run_dir)
+    except OSError as error:  # such as a full disk: why the run ended is still told
+        _say(errors, f"the report cannot be written: {error.filename}: {error.strerror}")
+    else:
+        if history.steps:
+            show(console, run_dir, history, summary)
     if model := _model(run_dir):
         console.out(model.strip(), highlight=False)
     if received:
