@@ -288,7 +288,7 @@ async def test_what_a_reward_server_says_at_length_is_cut_or_left_unscored() -> 
         first, second, third = await reward.score(pb.Prompt(), SAMPLES, "train")
         await reward.close()
     assert (first.reward, dict(first.parts), len(first.detail)) == (1.0, {"b": 0.5}, 300)
-    assert (second.unscored, second.detail) == ("RAISED", "the reward has 100000 parts, at most 64 are metrics")
+    assert (second.unscored, second.detail) == ("RAISED", "the reward has 100000 parts, at most 64 are taken")
     assert (third.unscored, len(third.detail)) == ("RAISED", 300)
 
 

@@ -205,7 +205,7 @@ def test_parts_of_the_reward_and_what_tells_how_training_goes_are_shown(run_dir:
         "train/ppo_kl": 0.125,
         "train/pg_clipfrac": 0.0625,
     }
-    rows = [step_row(s, 0.5, **learning, **{"rollout/reward_parts/format": s / 8}) for s in (1, 2, 3, 4)]
+    rows = [step_row(s, 0.5, **learning, **{"rollout/reward/format": s / 8}) for s in (1, 2, 3, 4)]
     page = write_run(run_dir, rows)
     assert "<td>  of it format</td><td>0.125 → 0.5</td>" in page
     for title in ("Parts of the reward", "Loss", "Entropy", "Gradient norm", "KL", "Share of tokens clipped"):
@@ -289,7 +289,7 @@ def test_first_and_last_tenth_hold_at_least_one_step() -> None:
             "reward 0.500  unscored 1 of 8",
         ),
         (
-            {"rollout/raw_reward": 0.5, "rollout/reward_parts/format": 0.25, "rollout/reward_parts/answer": 0.25},
+            {"rollout/raw_reward": 0.5, "rollout/reward/format": 0.25, "rollout/reward/answer": 0.25},
             "reward 0.500 (format 0.250, answer 0.250)",
         ),
         ({"rollout/raw_reward": 1.0, "train/loss": 2.5, "train/grad_norm": 1.0}, "loss 2.5000"),

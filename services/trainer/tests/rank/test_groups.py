@@ -10,7 +10,7 @@ import xxhash
 from vime.common.v1 import tensor_pb2, trajectory_pb2
 from vime.common.v1.trajectory_pb2 import RoutingSegment, RoutingTrace, Sample, SamplingParams, TrajectoryGroup
 from vime_trainer.algorithm_config import AlgorithmConfig, OverlongSettings
-from vime_trainer.algorithms.ranks import LOCAL, simulate
+from vime_trainer.algorithms.ranks import LOCAL
 from vime_trainer.engine.errors import RoutingTraceError, SampleError
 from vime_trainer.engine.trajectories import global_trajectories
 from vime_trainer.rank.groups import GroupError, routes_of, select, shaped_rewards, with_advantages
@@ -128,27 +128,6 @@ def test_a_trajectory_counts_once_in_the_raw_reward():
     forked = [sample(0, 1.0, trajectory_id="t"), sample(1, 1.0, trajectory_id="t"), sample(2, 0.0)]
     share, _, _ = advantages([group(*forked)])
     assert rollout_measures(share, LOCAL)["rollout/raw_reward"] == 0.5
-
-
-def test_parts_of_the_reward_are_means_over_the_trajectories_that_have_them_on_whatever_rank():
-    """One rank holds names that the other does not; a fork counts once; a part that is no number counts nowhere."""
-    batch = [
-        group(
-            sample(0, 1.0, trajectory_id="t", reward_parts={"format": 1.0}),
-            sample(1, 1.0, trajectory_id="t", reward_parts={"format": 1.0}),
-            sample(2, 0.0, reward_parts={"format": 0.0, "länge": 0.5}),
-        ),
-        group(sample(0, 0.5, group="h", reward_parts={"format": 0.5, "judge": 0.25, "odd": float("nan")})),
-    ]
-    expected = {"format": 0.5, "judge": 0.25, "länge": 0.5}
-    whole = rollout_measures(select(batch, range(2), AlgorithmConfig()), LOCAL)
-
-    def share(rank, reduce):
-        return rollout_measures(select([batch[rank]], [rank], AlgorithmConfig()), reduce)
-
-    for found in (whole, *simulate(2, share)):
-        parts = {name: value for name, value in found.items() if name.startswith("rollout/reward_parts/")}
-        assert parts == {f"rollout/reward_parts/{name}": value for name, value in expected.items()}
 
 
 def test_a_failed_sample_has_no_length():

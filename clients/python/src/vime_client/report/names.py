@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 REWARD = "rollout/raw_reward"
-PARTS = "rollout/reward_parts/"
+PARTS = "rollout/reward/"
 """Before the name of a part of the reward."""
 UNSCORED = "rollout/unscored"
 SAMPLES = "rollout/samples"

@@ -41,12 +41,12 @@ def unscored(reason: Unscored, detail: str, seconds: float = 0.0) -> Score:
 def scored(reward: float, parts: Mapping[str, float], detail: str, seconds: float) -> Score:
     """A score with a reward, or without one where the reward or its parts cannot be sent and counted.
 
-    Parts become metrics: at most 64, under valid names of at most 128 characters, as the buffer has it.
+    At most 64 parts, under valid names of at most 128 characters: the buffer takes no more.
     """
     if not math.isfinite(reward):
         return unscored("NOT_FINITE", f"the reward is {reward}", seconds)
     if len(parts) > _MOST_PARTS:
-        return unscored("RAISED", f"the reward has {len(parts)} parts, at most {_MOST_PARTS} are metrics", seconds)
+        return unscored("RAISED", f"the reward has {len(parts)} parts, at most {_MOST_PARTS} are taken", seconds)
     for name in parts:
         if not is_valid(name) or len(name) > _LONGEST_PART_NAME:
             shown = f"{one_line(ascii(name), 40)} of {len(name)} characters"

@@ -18,7 +18,6 @@ from vime_trainer.rank.groups import FINISHED, Share
 
 REWARD_PARTS = 16
 _GAP = "train_rollout_logprob_abs_diff"
-_MOST_PARTS = 64
 
 
 def _mean(xs: Sequence[float]) -> Metric:
@@ -69,20 +68,7 @@ def rollout_measures(share: Share, reduce: Reduce) -> dict[str, float]:
     found = reduced(sums, reduce)
     if bool(torch.isfinite(extremes).all()):
         found |= {"rollout/response_len/max": float(extremes[0]), "rollout/response_len/min": -float(extremes[1])}
-    return found | _reward_parts(share, reduce)
-
-
-def _reward_parts(share: Share, reduce: Reduce) -> dict[str, float]:
-    """`rollout/reward_parts/<name>`: mean over the trajectories that have the part. A rank may hold names that others
-    do not: all names are gathered first, and the first 64 of them are reduced."""
-    seen: dict[str, list[float]] = {}
-    for row in share.first_of_each:
-        for name, value in share.protos[row].reward_parts.items():
-            if math.isfinite(value):
-                seen.setdefault(name, []).append(value)
-    own = torch.tensor(list(json.dumps(sorted(seen)).encode()), dtype=torch.int64)
-    names = sorted({name for part in reduce.gather(own) for name in json.loads(bytes(part.tolist()))})
-    return reduced({f"rollout/reward_parts/{name}": _mean(seen.get(name, [])) for name in names[:_MOST_PARTS]}, reduce)
+    return found
 
 
 def reward_part_measures(share: Share, reduce: Reduce) -> dict[str, float]:
