@@ -12,6 +12,7 @@ import pytest
 from vime_buffer.config import BufferConfig
 from vime_client.config_loading import ConfigError, load_config
 from vime_client.driver.record import defaults_of
+from vime_client.launcher.cross_check import GROUP_RELATIVE, cross_problems
 from vime_client.launcher.plan import RunPlan, service_names, write_plan
 from vime_client.launcher.preflight import preflight
 from vime_client.recipe import load_recipe
@@ -56,7 +57,9 @@ def test_every_service_accepts_its_part_of_the_recipe(path: Path, tmp_path: Path
     assert len(plan.services) >= 5
     for service in plan.services:
         kind = service.name.partition("-")[0]
-        load_config(KINDS[kind], tmp_path / "services" / f"{service.name}.toml")
+        model = KINDS[kind]
+        load_config(model, tmp_path / "services" / f"{service.name}.toml", check=model.surroundings)
+    assert list(cross_problems(load_recipe(path))) == []
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
@@ -128,3 +131,44 @@ async def test_what_the_data_lacks_is_told_before_anything_starts(tmp_path: Path
     lenient.write_text(lenient.read_text().replace(f'path = "{held}"', f'path = "{held}"\nlenient = true'))
     said = defaults_of(plan, await preflight(plan, path))
     assert f"# buffer: {held}: bad lines that are skipped: {{'json': 1}}" in said
+
+
+def test_all_that_is_wrong_with_a_recipe_is_told_together_with_its_lines(tmp_path: Path) -> None:
+    """Of two services, of the recipe as a whole and of the command line, in one dry run."""
+    source = RECIPES / "addition" / "grpo.toml"
+    recipe = source.with_name("grpo.toml").read_text().replace("warmup_steps = 5", "warmup_step = 5")
+    for name in ("model", "train.jsonl", "heldout.jsonl", "reward.py"):
+        recipe = recipe.replace(f'"{name}', f'"{source.parent}/{name}')
+    path = tmp_path / "bad.toml"
+    path.write_text(recipe)
+    wrong = {
+        "trainer.engine.parallel.tensor=2": "--set: trainer.engine.parallel: parallel.tensor = 2 is not supported yet",
+        "trainer.engine.optimizer.lr='2e-4'": "--set: trainer.engine.optimizer.lr: input should be a valid number",
+        "trainer.world_size=17": "groups_per_step: 16 is below trainer.world_size = 17",
+        "rollout.vllm.args.enable_prefix_cachin=true": 'did you mean "enable_prefix_caching"?',
+        "router.policy=sticky": "--set: router.policy: unknown name",
+        "router.queue_timeout_s=inf": "--set: router.queue_timeout_s: input should be a finite number",
+        "trainer.engine.dtype=bfloat16": "the engine would hold float32 and the trainer bfloat16",
+        "tables.train.lease_ttl=true": "--set: tables.train.lease_ttl: input should be a valid number, got True (bool)",
+    }
+    sets = [argument for setting in wrong for argument in ("--set", setting)]
+    command = [sys.executable, "-m", "vime_client.cli", "run", str(path), "--dry-run", *sets]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    line = next(number for number, text in enumerate(recipe.splitlines(), 1) if text.startswith("warmup_step "))
+    assert done.returncode == 2
+    for words in [*wrong.values(), f'{path}:{line}: unknown key "trainer.engine.optimizer.warmup_step"']:
+        assert words in done.stderr, done.stderr
+
+
+def test_the_estimators_that_need_several_samples_are_those_that_give_one_alone_nothing() -> None:
+    from torch import ones, tensor
+
+    from vime_trainer.algorithms import ESTIMATORS, AdvantageConfig, AdvantageInputs, compute_advantages, index_of
+
+    def trains(estimator: str) -> bool:
+        inputs = AdvantageInputs(tensor([1.0, 0.0]), ones(2, 2), index_of("gh"), **values)
+        made = compute_advantages(inputs, AdvantageConfig(estimator, whiten=False))
+        return bool(made.advantages_BT.any())
+
+    values: dict[str, Any] = {"values_BT": ones(2, 2) / 2}
+    assert {name for name in ESTIMATORS if not trains(name)} - {"opd"} == GROUP_RELATIVE

@@ -170,6 +170,7 @@ max_model_len = 64
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
     (tmp_path / "reward.py").write_text("def score(text):\n    return 1\n")
     (tmp_path / "recipe.toml").write_text(RECIPE)

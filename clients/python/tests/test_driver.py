@@ -583,6 +583,32 @@ async def test_a_check_that_goes_on_is_waited_for_and_told(tmp_path: Path, monke
         await preflight(plan.model_copy(update={"services": [idle]}), Path("my.toml"), said.append)
 
 
+async def test_a_services_complaint_names_the_recipes_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "my.toml"
+    algorithm = "[trainer.algorithm]\nestimator = 'ppo'\n"
+    recipe.write_text(f"{algorithm}[tables.'eval/a']\nmax_tokens = 3\n[model]\npath = 'm'\n")
+    (tmp_path / "trainer.toml").write_text(f"[trainer]\nmodel_path = '/m'\n{algorithm}lam = 2\n")
+    (tmp_path / "buffer.toml").write_text("[buffer.tables.'eval/a']\nmax_tokens = 3\n")
+    said = [
+        f"vime-trainer: {tmp_path}/trainer.toml:4: trainer.algorithm.estimator: wrong",
+        f"vime-trainer: {tmp_path}/trainer.toml:2: trainer.model_path: gone",
+        f"vime-trainer: {tmp_path}/trainer.toml:5: trainer.algorithm.lam: too large",
+        f"vime-trainer: {tmp_path}/trainer.toml: no place",
+    ]
+    trainer = service(tmp_path, "trainer", f"import sys\nsys.stderr.write({chr(10).join(said)!r})\nsys.exit(2)\n")
+    line = f"vime-buffer: {tmp_path}/buffer.toml:2: buffer.tables.eval/a.max_tokens: too few"
+    buffer = service(tmp_path, "buffer", f"import sys\nsys.stderr.write({line!r})\nsys.exit(2)\n")
+    with pytest.raises(ConfigError) as caught:
+        await preflight(RunPlan(run_id="r", services=[trainer, buffer]), recipe, print, ["trainer.algorithm.lam=2"])
+    assert caught.value.problems == (
+        f"{recipe}:2: trainer.algorithm.estimator: wrong",
+        f"{recipe}:6: model.path: gone",
+        "--set: trainer.algorithm.lam: too large",
+        f"{recipe}: [trainer] no place",
+        f"{recipe}:4: tables.eval/a.max_tokens: too few",
+    )
+
+
 def step(number: int, reward: float) -> pb.WatchResponse:
     metrics = {"rollout/raw_reward": reward, "perf/step_time": 2.0, "perf/train_wait_time": 0.5}
     return pb.WatchResponse(sequence=number, step=pb.StepReport(train_step=number, metrics=metrics))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from vime_buffer.config import BufferConfig
-from vime_buffer.settings import BOUNDS_IN_A_ROW, changed_fields
+import pytest
+from pydantic import ValidationError
+
+from vime_buffer.config import BufferConfig, BufferSettings
+from vime_buffer.settings import BOUNDS_IN_A_ROW, TableSettings, changed_fields, check_table
 from vime_buffer.testing import table, write_prompts
 from vime_service.config import ConfigError, load_config
 from vime_service.errors import ImpossibleConfig, InexactSampling, InvalidArgument
@@ -147,3 +150,28 @@ def test_overrides_reach_a_table_with_a_slash_in_its_name(tmp_path):
 def test_a_group_must_fit_into_a_message(tmp_path):
     with pytest.raises(ConfigError, match=r"max_group_bytes 50331648 does not fit .*max_message_bytes is 50331649"):
         load(tmp_path, CONFIG, f"server.max_message_bytes={(48 << 20) + 1}")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("train", "eval_hold", False),
+        ("train", "max_evictions", 3),
+        ("eval/a", "selector", "ready_first"),
+        ("eval/a", "max_evictions", 3),
+        ("eval/a", "publish_interval", 2),
+    ],
+)
+def test_settings_of_the_other_kind_of_table_are_refused(name: str, setting: str, value: object) -> None:
+    groups = {} if name.startswith("eval/") else {"groups_per_step": 2}
+    data = {"name": name, "source": {"path": "x"}, "sampling": {"max_tokens": 2}, **groups, setting: value}
+    with pytest.raises(InvalidArgument, match=f"{setting} {value} has no effect"):
+        check_table(TableSettings.model_validate(data))
+
+
+def test_what_is_wrong_with_several_tables_is_told_together(tmp_path: Path) -> None:
+    table = {"source": {"path": "nothere"}, "sampling": {"max_tokens": 2}}
+    tables = {"train": table, "eval/a": {**table, "capacity": 4}}
+    with pytest.raises(ValidationError) as caught:
+        BufferSettings.model_validate({"dir": tmp_path, "run_id": "r", "tables": tables})
+    assert [error["loc"] for error in caught.value.errors()] == [("tables", "train"), ("tables", "eval/a")]

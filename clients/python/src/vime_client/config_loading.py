@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -65,23 +65,21 @@ class ConfigModel(BaseModel):
         """Settings that do nothing as the others stand: name -> the settings that make it so, as they were written."""
         return {}
 
+    def surroundings(self) -> Iterable[tuple[Key, str]]:
+        """What these settings ask for and this machine lacks: keys, and a sentence for each. Looked for at a start and
+        in a dry run, not wherever settings are read."""
+        return ()
+
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
-        errors = [
-            InitErrorDetails(
-                type=PydanticCustomError(
-                    "idle",
-                    "{setting} has no effect with {why}; leave it out",
-                    {"setting": _setting(name, getattr(self, name)), "why": why},
-                ),
-                loc=(name,),
-                input=getattr(self, name),
-            )
-            for name, why in self.idle().items()
-            if name in self.model_fields_set
-        ]
-        if errors:
-            raise ValidationError.from_exception_data(type(self).__name__, errors)
+        idle = [(name, why) for name, why in self.idle().items() if name in self.model_fields_set]
+        refuse(
+            [
+                ((name,), f"{_setting(name, getattr(self, name))} has no effect with {why}; leave it out")
+                for name, why in idle
+            ],
+            kind="idle",
+        )
         return self
 
     @model_serializer(mode="wrap")
@@ -89,6 +87,20 @@ class ConfigModel(BaseModel):
         """What a dump says must be accepted when it is read again."""
         idle = self.idle()
         return {name: value for name, value in dump(self).items() if name not in idle}
+
+
+def refuse(problems: Iterable[tuple[Key, str]], kind: Literal["refused", "idle"] = "refused") -> None:
+    """From a validator: refuse several settings at once, each (its key below the validated one, a sentence).
+
+    Raises:
+        ValidationError: there is a problem.
+    """
+    errors = [
+        InitErrorDetails(type=PydanticCustomError(kind, "{sentence}", {"sentence": sentence}), loc=key, input=None)
+        for key, sentence in problems
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("settings", errors)
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -124,6 +136,10 @@ class Written(NamedTuple):
             return "configuration"
         line = _line_of(key, self.text)
         return f"{self.path}:{line}" if line else str(self.path)
+
+    def placed(self, key: Key, sentence: str) -> str:
+        """The sentence behind its place and its key."""
+        return f"{self.where(key)}: {dotted(key)}: {sentence}" if key else f"{self.where(key)}: {sentence}"
 
     def key_at(self, line: int) -> Key:
         """The key or table that stands in a line; empty if none does."""
@@ -162,7 +178,7 @@ def load_config(
     except ValidationError as error:
         problems = [_sentence(model, dict(detail), written) for detail in error.errors()]
         raise ConfigError(list(dict.fromkeys(problems))) from None
-    if found := [_placed(key, sentence, written) for key, sentence in (check(config) if check else ())]:
+    if found := [written.placed(key, sentence) for key, sentence in (check(config) if check else ())]:
         raise ConfigError(found)
     return config
 
@@ -241,10 +257,10 @@ def _apply_override(data: dict[str, Any], override: str) -> Key:
         step: str | int = part
         if isinstance(table, list):
             if not part.isdigit() or int(part) >= len(table):
-                raise ConfigError([f'override "{override}": {_dotted(found)} has {len(table)} entries, no "{part}"'])
+                raise ConfigError([f'override "{override}": {dotted(found)} has {len(table)} entries, no "{part}"'])
             step = int(part)
         elif not isinstance(table, dict):
-            raise ConfigError([f'override "{override}": {_dotted(found)} is a value, not a table'])
+            raise ConfigError([f'override "{override}": {dotted(found)} is a value, not a table'])
         found.append(step)
         if last:
             table[step] = value
@@ -272,27 +288,23 @@ def _sentence(model: type[BaseModel], detail: dict[str, Any], written: Written) 
     where = written.where(key)
     if detail["type"] == "extra_forbidden":
         hint = _nearest(model, key)
-        known = [_dotted((*key[:-1], name)) for name in _keys_under(model, key[:-1])]
+        known = [dotted((*key[:-1], name)) for name in _keys_under(model, key[:-1])]
         tail = f'did you mean "{hint}"?' if hint else f"known here: {', '.join(known) or 'nothing'}"
-        return f'{where}: unknown key "{_dotted(key)}"; {tail}'
+        return f'{where}: unknown key "{dotted(key)}"; {tail}'
     if detail["type"] == "missing":
-        return f'{where}: "{_dotted(key)}" is required'
+        return f'{where}: "{dotted(key)}" is required'
     message = str(detail["msg"])
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if detail["type"] == "idle":
-        return f"{where}: {_dotted((*key[:-1], message))}"
-    if detail["type"] in ("value_error", "assertion_error"):
-        return _placed(key, message, written)
+        return f"{where}: {dotted((*key[:-1], message))}"
+    if detail["type"] in ("value_error", "assertion_error", "refused"):
+        return written.placed(key, message)
     if detail["type"] == "union_tag_invalid":
         tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return _placed(key, f'unknown name "{tag}"; {nearest_of(tag, known)}', written)
+        return written.placed(key, f'unknown name "{tag}"; {nearest_of(tag, known)}')
     leak = _LEAKS.get(detail["type"])
     message = leak.format(**detail.get("ctx", {})) if leak else f"{message[:1].lower()}{message[1:]}"
-    return _placed(key, f"{message}, got {_shown(detail.get('input'), key)}", written)
-
-
-def _placed(key: Key, sentence: str, written: Written) -> str:
-    return f"{written.where(key)}: {_dotted(key)}: {sentence}" if key else f"{written.where(key)}: {sentence}"
+    return written.placed(key, f"{message}, got {_shown(detail.get('input'), key)}")
 
 
 def nearest_of(wanted: str, known: Iterable[str]) -> str:
@@ -309,7 +321,7 @@ def _nearest(model: type[BaseModel], key: Key) -> str | None:
         if elsewhere.rsplit(".", 1)[-1] == wanted:
             return elsewhere
     similar = difflib.get_close_matches(wanted, _keys_under(model, parent), n=1)
-    return _dotted((*parent, similar[0])) if similar else None
+    return dotted((*parent, similar[0])) if similar else None
 
 
 def _setting(name: str, value: Any) -> str:
@@ -367,7 +379,8 @@ def _split_key(text: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in text.split(".")) if text else ()
 
 
-def _dotted(key: Sequence[str | int]) -> str:
+def dotted(key: Sequence[str | int]) -> str:
+    """The key as people write it."""
     return ".".join(str(part) for part in key)
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -239,8 +239,7 @@ class Recipe(ConfigModel):
         return self
 
     def _check_demonstrations(self) -> None:
-        algorithm = self.trainer.get("algorithm", {})
-        supervised = isinstance(algorithm, dict) and algorithm.get("objective") == "sft"
+        supervised = self.told("trainer", "algorithm", "objective") == "sft"
         table = self.tables.get(SFT_TABLE)
         if supervised != (table is not None):
             raise ValueError(
@@ -251,6 +250,13 @@ class Recipe(ConfigModel):
             raise ValueError(
                 f'tables."{SFT_TABLE}".samples_per_prompt is {table.samples_per_prompt}: a record has one demonstration'
             )
+
+    def told(self, section: Literal["trainer", "rollout", "router", "buffer"], *keys: str, default: Any = None) -> Any:
+        """What the recipe says to a service, as it was written: no value and no type was checked by the service yet."""
+        found: Any = getattr(self, section)
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return default if found is None else found
 
     @property
     def run_dir(self) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vime_buffer.settings import TableSettings, check_budget, check_table
+from vime_client.config_loading import Key, refuse
 from vime_service.answer_size import FRAME_BYTES
 from vime_service.config import ConfigModel, Seconds
 from vime_service.errors import VimeError
@@ -55,14 +56,17 @@ class BufferSettings(ConfigModel):
     def _possible(cls, tables: dict[str, TableSettings], info: ValidationInfo) -> dict[str, TableSettings]:
         base = (info.context or {}).get("base_dir", Path())
         resolved: dict[str, TableSettings] = {}
+        refused: list[tuple[Key, str]] = []
         for name, table in tables.items():
             try:
                 check_table(table)
             except VimeError as error:
-                raise ValueError(error.message) from None
+                refused.append(((name,), error.message))
+                continue
             path = (base / table.source.path).absolute()
             source = table.source.model_copy(update={"path": path})
             resolved[name] = table.model_copy(update={"source": source}).filled()
+        refuse(refused)
         return resolved
 
     @model_validator(mode="after")

@@ -213,6 +213,10 @@ class TableSettings(ConfigModel):
         return self.model_copy(update=changes)
 
 
+def _default(field: str) -> object:
+    return TableSettings.model_fields[field].get_default()
+
+
 def check_table(table: TableSettings) -> None:
     """Refuse what cannot work, with both numbers.
 
@@ -263,12 +267,15 @@ def _check_size(table: TableSettings) -> None:
 def _check_train(table: TableSettings) -> None:
     if table.groups_per_step < 1:
         raise InvalidArgument(f'table "{table.name}": groups_per_step must be set', field="groups_per_step", value=0)
-    if table.eval_interval:
-        raise InvalidArgument(
-            f'table "{table.name}": eval_interval {table.eval_interval} has no effect: it is for eval tables',
-            field="eval_interval",
-            value=table.eval_interval,
-        )
+    only = {"eval_interval": "it is for eval tables", "eval_hold": "it is for eval tables"}
+    if table.selector != "ready_first":
+        only["max_evictions"] = f"selector {table.selector} evicts nothing; only ready_first does"
+    for field, why in only.items():
+        value = getattr(table, field)
+        if value != _default(field):
+            raise InvalidArgument(
+                f'table "{table.name}": {field} {value} has no effect: {why}', field=field, value=value
+            )
     capacity = table.capacity or (table.max_staleness + 1) * table.groups_per_step
     if table.groups_per_step > capacity:
         raise ImpossibleConfig(
@@ -289,9 +296,10 @@ def _check_train(table: TableSettings) -> None:
 
 
 def _check_eval(table: TableSettings) -> None:
-    for field in ("groups_per_step", "max_staleness", "capacity", *BOUNDS_IN_A_ROW):
+    scheduling = ("groups_per_step", "max_staleness", "publish_interval", "selector", "max_evictions", "capacity")
+    for field in (*scheduling, *BOUNDS_IN_A_ROW):
         value = getattr(table, field)
-        if value:
+        if value != _default(field):
             raise InvalidArgument(
                 f'table "{table.name}": {field} {value} has no effect: eval tables have no admission rule',
                 field=field,

@@ -68,7 +68,7 @@ def service_cli(
     """
     arguments = _parser(name, dist, model).parse_args(argv)
     try:
-        config = load_config(model, arguments.config, arguments.set)
+        config = load_config(model, arguments.config, arguments.set, model.surroundings)
     except ConfigError as error:
         return _say(f"vime-{name}", *error.problems, code=EXIT_CONFIG)
     if arguments.dry_run:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from vime_client.channel_settings import TlsClientConfig
-from vime_client.config_loading import ConfigModel, Seconds, SecondsOrNone
+from vime_client.config_loading import ConfigModel, Key, Seconds, SecondsOrNone
 from vime_service.server_config import ServiceConfig
 
 
@@ -21,8 +22,9 @@ class VllmConfig(ConfigModel):
     """Name it is served under. Unset: the last part of `model`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the installed vLLM was built for; `auto` looks which distribution is installed."""
-    dtype: str = "auto"
-    """Element type of the weights: `auto` (as in the model's config), `float32`, `bfloat16`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Element type of the weights; must be the trainer's (`trainer.engine.dtype`). `auto`: as in the model's config,
+    but bfloat16 of a model in float32."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Longest prompt + response. Unset: the model's own."""
     max_num_seqs: int = Field(default=64, gt=0)
@@ -60,6 +62,11 @@ class VllmConfig(ConfigModel):
     steps: give it more than the longest prefill of `max_num_batched_tokens` takes."""
     abandoned_after_seconds: Seconds = 600.0
     """How long a load, a sleep or a wake whose caller gave up may go on before the engine core must answer again."""
+
+    def idle(self) -> Mapping[str, str]:
+        """What the device does not read."""
+        names = {"cpu": ("gpu_memory_utilization", "enable_sleep_mode"), "cuda": ("kv_cache_tokens", "cpu_threads")}
+        return dict.fromkeys(names.get(self.device, ()), f"device = '{self.device}'")
 
 
 class FakeConfig(ConfigModel):
@@ -139,6 +146,10 @@ class RolloutSettings(ConfigModel):
     pause_expiry_seconds: Seconds = 120.0
     """When a pause whose owner vanished is lifted, where the caller names no time."""
 
+    def idle(self) -> Mapping[str, str]:
+        """What another engine reads."""
+        return {"fake": "engine = 'vllm'"} if self.engine == "vllm" else {}
+
     @model_validator(mode="after")
     def _there_is_a_model(self) -> RolloutSettings:
         if self.engine == "vllm" and not self.vllm.model:
@@ -151,3 +162,11 @@ class RolloutConfig(ServiceConfig):
 
     rollout: RolloutSettings
     """The engine."""
+
+    def surroundings(self) -> Iterator[tuple[Key, str]]:
+        """Limits of the installed vLLM, the model's and this machine's."""
+        from vime_rollout.engine_limits import engine_problems  # it reads these settings
+
+        if self.rollout.engine == "vllm":
+            for key, sentence in engine_problems(self.rollout.vllm):
+                yield ("rollout", "vllm", *key), sentence

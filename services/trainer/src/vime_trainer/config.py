@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from vime_client.channel_settings import Credentials
+from vime_client.config_loading import Key
 from vime_service.config import ConfigModel, Seconds
+from vime_service.devices import cuda_devices
 from vime_service.server_config import ServiceConfig
 from vime_trainer.algorithm_config import AlgorithmConfig, build_advantage, build_loss, needs_teacher
 from vime_trainer.engine.config import EngineConfig
@@ -147,6 +150,17 @@ class TrainerSettings(ConfigModel):
                 raise ValueError(f"the teacher {teacher} must have the policy's shape; differs: {', '.join(differs)}")
         return self
 
+    @model_validator(mode="after")
+    def _the_algorithm_decides_the_reference(self) -> TrainerSettings:
+        chosen = {"keep_reference": False, "reference_refresh_interval": 0}
+        set_here = [name for name, default in chosen.items() if getattr(self.engine, name) != default]
+        if set_here:
+            raise ValueError(
+                f"engine.{set_here[0]} has no effect: algorithm.kl_coef and kl_loss_coef decide whether there is a "
+                "reference, and algorithm.reference_refresh_interval when it is refreshed"
+            )
+        return self
+
     @property
     def table(self) -> str:
         """The table whose batches are trained."""
@@ -158,3 +172,15 @@ class TrainerConfig(ServiceConfig):
 
     trainer: TrainerSettings
     """The trainer."""
+
+    def surroundings(self) -> Iterator[tuple[Key, str]]:
+        """Devices that the ranks would not find."""
+        if self.trainer.engine.device == "cuda":
+            ranks, found = self.trainer.world_size, cuda_devices()
+            if found == 0:
+                yield ("trainer", "engine", "device"), '"cuda", and this machine shows no CUDA device'
+            elif ranks > found:
+                yield (
+                    ("trainer", "world_size"),
+                    f"{ranks}: each rank needs a CUDA device, and there are {found} here",
+                )

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from vime_client.driver.follow import LauncherDied, follow
 from vime_client.driver.progress import Progress
 from vime_client.driver.record import defaults_of, with_secrets, write_record
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
+from vime_client.launcher.cross_check import cross_problems
 from vime_client.launcher.plan import RunPlan, load_plan, service_names, write_plan
 from vime_client.launcher.ports import PortBusy, choose_ports
 from vime_client.launcher.preflight import preflight
@@ -63,13 +65,13 @@ def run(recipe_path: Path, options: RunOptions, console: Console, errors: Consol
     try:
         recipe, base_dir, run_dir = load_run(recipe_path, options)
         if options.dry_run:
-            asyncio.run(_dry_run(recipe, recipe_path, base_dir, console, errors))
+            asyncio.run(_dry_run(recipe, recipe_path, base_dir, console, errors, options.overrides))
             return 0
         if options.mode == "resume" and (end := _ended_before(recipe, run_dir, options.from_step)) is not None:
             console.out(_nothing_left(recipe, run_dir), highlight=False)
             return _exit_code(end, errors)
         if not options.join:
-            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode, console, errors)
+            _prepare(recipe, recipe_path, base_dir, run_dir, options.mode, console, errors, options.overrides)
             if options.from_step is not None:
                 rewind_to(run_dir, options.from_step)
         elif not holds_run(run_dir):
@@ -136,7 +138,14 @@ def _model(run_dir: Path) -> str:
 
 
 def _prepare(
-    recipe: Recipe, recipe_path: Path, base_dir: Path, run_dir: Path, mode: Mode, console: Console, errors: Console
+    recipe: Recipe,
+    recipe_path: Path,
+    base_dir: Path,
+    run_dir: Path,
+    mode: Mode,
+    console: Console,
+    errors: Console,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Write the run folder's configuration, and have every service check its own."""
     folder = open_folder(run_dir, mode, base_dir)
@@ -148,7 +157,9 @@ def _prepare(
         with hold(run_dir, "driver"):  # another start under this name must not take the folder for one that failed
             ports = ports_of(run_dir, service_names(recipe), recipe.launcher.ports)
             plan = write_plan(recipe, base_dir, run_dir, folder.run_id, ports)
-            answers = asyncio.run(preflight(plan, recipe_path, lambda line: _tell(errors, line)))
+            answers = asyncio.run(
+                preflight(plan, recipe_path, lambda line: _tell(errors, line), overrides, cross_problems(recipe))
+            )
             changes = write_record(recipe, run_dir, defaults_of(plan, answers))
         if changes:
             console.out(changes, highlight=False)
@@ -157,12 +168,17 @@ def _prepare(
         raise
 
 
-async def _dry_run(recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console, errors: Console) -> None:
+async def _dry_run(
+    recipe: Recipe, recipe_path: Path, base_dir: Path, console: Console, errors: Console, overrides: Sequence[str]
+) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / recipe.run.name
         ports = choose_ports(service_names(recipe), recipe.launcher.ports)
         plan = write_plan(recipe, base_dir, run_dir, "dry-run", ports)
-        defaults = defaults_of(plan, await preflight(plan, recipe_path, lambda line: _tell(errors, line)))
+        answers = await preflight(
+            plan, recipe_path, lambda line: _tell(errors, line), overrides, cross_problems(recipe)
+        )
+        defaults = defaults_of(plan, answers)
     console.out(to_toml(recipe) + defaults, highlight=False, end="")
 
 

@@ -149,7 +149,7 @@ def _sections(recipe: Recipe, run_dir: Path, run_id: str, address: Mapping[str, 
     tables = {name: table.model_dump(mode="json", exclude_unset=True) for name, table in recipe.tables.items()}
     for name in ("train", SFT_TABLE):
         if name in tables:  # said once, under [trainer.publish]; the buffer must know it to refuse what would deadlock
-            tables[name].setdefault("publish_interval", recipe.trainer.get("publish", {}).get("interval", 1))
+            tables[name].setdefault("publish_interval", recipe.told("trainer", "publish", "interval", default=1))
     deadlines = [table.generation_deadline / 2 for table in recipe.tables.values()]
     model = str(recipe.model.path)
     sections: dict[str, dict[str, Any]] = {

