@@ -117,7 +117,7 @@ async def test_what_the_data_lacks_is_told_before_anything_starts(tmp_path: Path
     plan = write_plan(recipe, path.parent, tmp_path / "run", "run", ports)
     plan = plan.model_copy(update={"services": [service for service in plan.services if service.name == "buffer"]})
     with pytest.raises(ConfigError) as caught:
-        await preflight(plan, path)
+        await preflight(plan, path, print)
     assert list(caught.value.problems) == [
         f'{path}: [buffer] table "train": {train} line 2 (byte 35): '
         "key 'prompt' holds \\ud83d, half of a surrogate pair: no text can carry it",
@@ -129,7 +129,7 @@ async def test_what_the_data_lacks_is_told_before_anything_starts(tmp_path: Path
     held.write_text('nonsense\n{"prompt": "2 + 1 =", "answer": 3}\n')
     lenient = tmp_path / "run" / "services" / "buffer.toml"
     lenient.write_text(lenient.read_text().replace(f'path = "{held}"', f'path = "{held}"\nlenient = true'))
-    said = defaults_of(plan, await preflight(plan, path))
+    said = defaults_of(plan, await preflight(plan, path, print))
     assert f"# buffer: {held}: bad lines that are skipped: {{'json': 1}}" in said
 
 
