@@ -184,6 +184,14 @@ def test_a_dense_synchronous_run_has_neither_replay_nor_staleness_to_show(run_di
     assert "Staleness of" not in page
 
 
+def test_a_number_of_some_steps_says_of_how_many(run_dir: Path) -> None:
+    rows = [step_row(step, 0.5) for step in range(1, 21)]
+    for row in rows[1:]:
+        del row["train/train_rollout_logprob_abs_diff_on_policy_no_replay"]
+    write_run(run_dir, rows)
+    assert "|logprob difference|, replay off (1 of 20 steps)" in shown_on_terminal(run_dir)
+
+
 def test_samples_without_a_reward_are_in_page_table_and_summary(run_dir: Path) -> None:
     """A reward that hangs for one of eight samples."""
     page = write_run(

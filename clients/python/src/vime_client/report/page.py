@@ -99,7 +99,7 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (name, number(value))
         for name, value in (
             ("|logprob difference|" + ("" if off is None else ", replay on"), replay),
-            ("|logprob difference|, replay off", off),
+            (f"|logprob difference|, replay off{_of_steps(summary)}", off),
             ("mismatch KL (k3)", summary["mismatch_kl"]),
         )
         if value is not None
@@ -158,6 +158,12 @@ def _table(lines: Iterable[tuple[str, str]]) -> str:
 
 def _share(count: int, total: int) -> str:
     return f"{number(count)} of {number(total)} ({100 * count / total:.3g} %)"
+
+
+def _of_steps(summary: Mapping[str, Any]) -> str:
+    """Scoring without replay costs a forward pass: not every step has it."""
+    scored, steps = summary["no_replay_steps"], summary["steps"]
+    return f" ({scored} of {steps} steps)" if scored < steps else ""
 
 
 def _skipped(summary: Mapping[str, Any]) -> str:

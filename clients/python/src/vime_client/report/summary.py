@@ -46,6 +46,7 @@ def summarize(run_dir: Path, history: History) -> dict[str, Any]:
         **_evaluation(history),
         "logprob_abs_diff_replay": _diff(history, ""),
         "logprob_abs_diff_no_replay": _diff(history, "_no_replay"),
+        "no_replay_steps": len(_diff_series(history, "_no_replay").steps),
         "logprob_abs_diff_replay_max": max(_diff_series(history, "").values, default=None),
         "mismatch_kl": history.series("train/mismatch_kl").mean,
         "weight_updates": len(updates),
