@@ -40,6 +40,19 @@ def test_a_record_without_a_text_to_learn_is_refused_by_its_name(record: dict[st
         demonstration_of(prompt(**record), SECTION)
 
 
+def test_a_number_of_any_length_beside_the_answer_is_no_fault() -> None:
+    long = pb.Prompt(prompt_id="p:0:0", record_json='{"response": "2", "label": ' + "9" * 5000 + "}")
+    assert demonstration_of(long, SECTION) == "2"
+
+
+@pytest.mark.parametrize(
+    "text", ["no JSON", "[1]", "[" * 100_000, '{"response": "\\ud83d"}'], ids=["text", "list", "deep", "surrogate"]
+)
+def test_a_record_that_cannot_be_learnt_is_refused_by_its_name_whatever_it_is(text: str) -> None:
+    with pytest.raises(BadDemonstration, match="record p:0:0"):
+        demonstration_of(pb.Prompt(prompt_id="p:0:0", record_json=text), SECTION)
+
+
 def test_the_answer_and_the_end_token_stand_behind_the_prompt() -> None:
     assert answered(prompt(), "2", "$").text == "1+1=2$"
 

@@ -37,7 +37,7 @@ def demonstration_of(prompt: pb.Prompt, section: DemonstrationSection) -> str:
         BadDemonstration: there is none, or it is no text.
     """
     try:
-        record = json.loads(prompt.record_json)
+        record = json.loads(prompt.record_json, parse_int=float)  # int() refuses numbers of thousands of digits
     except (ValueError, RecursionError) as error:
         raise BadDemonstration(f"record {prompt.prompt_id} cannot be read: {told(error)}") from error
     found = record.get(section.response_key) if isinstance(record, dict) else None
