@@ -76,25 +76,16 @@ def test_two_ranks_do_every_command_and_what_one_cannot_do_leaves_both_well(run_
     assert second["trained"] == ["better#0", "better#1"]
 
 
-TIMED = """
-import datetime, time
-import torch.distributed as dist
-from megatron.core import parallel_state
-engine = Engine.from_hf(names["model"], EngineConfig(collective_timeout_s=3))
-group = parallel_state.get_data_parallel_group()
-result = "no error"
-if rank == 0:
-    try:
-        dist.all_reduce(torch.zeros(1), group=group)
-    except RuntimeError as error:
-        result = "timed out" if "imed out" in str(error) else str(error)
-    dist.distributed_c10d._get_default_store().set("over", "1")
-else:
-    dist.distributed_c10d._get_default_store().wait(["over"], datetime.timedelta(seconds=60))
+TIMEOUTS = """
+from vime_trainer.engine import cpu
+cpu.install()
+distributed.initialize(EngineConfig(collective_timeout_s=77))
+groups = distributed.process_groups()
+result = {g.group_desc: g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups}
 """
 
 
-def test_a_collective_of_megatrons_own_groups_waits_no_longer_than_the_time_out(
-    run_ranks: Ranks, moe_dir: Path
-) -> None:
-    assert run_ranks(2, TIMED, model=moe_dir) == ["timed out", "no error"]
+def test_the_time_out_of_collectives_is_that_of_every_group_megatrons_own_too(run_ranks: Ranks) -> None:
+    (seconds,) = run_ranks(1, TIMEOUTS)
+    assert {"default_pg", "DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP_GLOO"} <= set(seconds)
+    assert set(seconds.values()) == {77.0}

@@ -48,9 +48,16 @@ def initialize(config: EngineConfig) -> torch.device:
             # Its own groups would wait for half an hour; a fraction of a minute is fine.
             distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
+        for group in process_groups():  # it makes one, for experts over gloo, that is not given what it is told
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return device
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group of this process: torch's default one and Megatron's."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:
