@@ -215,12 +215,12 @@ async def test_a_prompt_that_can_never_be_generated_is_told_as_such_with_the_eng
 ) -> None:
     engine = FakeEngine()
     engine.refuse(code, "PROMPT_TOO_LONG", times=1)
-    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=1)
+    buffer = FakeBuffer([{"prompt": "x"}], max_attempts=3)
     async with working(tmp_path, buffer, engine) as task:
         await buffer.settled(1)
     assert buffer.failures[0][1] == buffer_pb.FAILURE_CLASS_INVALID
     assert "refused as asked" in buffer.failures[0][2]
-    assert task.result() == {"failed_invalid": 1}
+    assert (len(engine.requests), task.result()) == (1, {"failed_invalid": 1})
 
 
 async def test_a_backend_that_answers_unknown_is_a_failed_generation_with_its_words(tmp_path: Path) -> None:
