@@ -65,6 +65,12 @@ class TrainerClient:
         with rpc_errors("trainer.Stop"):
             return (await self._stub.Stop(pb.StopRequest(now=now), timeout=STEP_SECONDS)).status
 
+    async def save_checkpoint(self) -> pb.SaveCheckpointResponse:
+        """Have the loop write a checkpoint after the step in hand."""
+        await self._connected()
+        with rpc_errors("trainer.SaveCheckpoint"):
+            return await self._stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=STEP_SECONDS)
+
     @asynccontextmanager
     async def mode(self, holder: str, ttl_s: float = 300.0) -> AsyncIterator[SingleSteps]:
         """Take the mode lease, to drive single steps; given back at the end of the block."""
@@ -118,14 +124,14 @@ class SingleSteps:
             return await self._stub.TrainStep(request, timeout=STEP_SECONDS)
 
     async def publish(self) -> pb.PublishResponse:
-        """Publish the weights that the trainer holds."""
+        """Always NOT_IMPLEMENTED: a version needs an incarnation, which only the loop opens."""
         await self._connected()
         with rpc_errors("trainer.Publish"):
             request = pb.PublishRequest(mode_lease_id=self.mode_lease_id)
             return await self._stub.Publish(request, timeout=STEP_SECONDS)
 
     async def save_checkpoint(self) -> pb.SaveCheckpointResponse:
-        """Write a checkpoint now."""
+        """Always NOT_IMPLEMENTED: a checkpoint belongs to a step of the loop, see `TrainerClient.save_checkpoint`."""
         await self._connected()
         with rpc_errors("trainer.SaveCheckpoint"):
             request = pb.SaveCheckpointRequest(mode_lease_id=self.mode_lease_id)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vime_service.errors import FailedPrecondition, ModeHeld
+from vime.trainer.v1 import trainer_service_pb2 as pb
+from vime_service.errors import FailedPrecondition, ModeHeld, Unimplemented
 from vime_trainer.controller import Trainer
 from vime_trainer.loop.events import EventLog, State, Status
 from vime_trainer.loop.ports import RankDied
+from vime_trainer.servicers import TrainerServicer
 
 
 class Loop:
@@ -19,13 +21,17 @@ class Loop:
     def __init__(self) -> None:
         self.status = Status(State.RUNNING, "run", 4, train_step=1)
         self.stopped = asyncio.Event()
+        self.end = State.FINISHED
 
     def stop(self) -> None:
         self.stopped.set()
 
+    async def save_soon(self) -> tuple[int, str]:
+        return 1, "/checkpoints/1"
+
     async def run(self) -> None:
         await self.stopped.wait()
-        self.status = Status(State.FINISHED, "run", 4, train_step=2)
+        self.status = Status(self.end, "run", 4, train_step=2)
 
 
 @pytest.fixture
@@ -147,3 +153,39 @@ async def test_a_watcher_of_an_earlier_process_misses_nothing_of_the_next(monkey
         await later.add(Status(State.RUNNING, "run", 4, train_step=step))
     await later.close()
     assert [event.train_step async for _, event in later.watch(seen)] == [0, 1, 2, 3, 4]
+
+
+async def test_a_checkpoint_is_that_of_the_running_loop_and_of_nothing_else(trainer):
+    servicer = TrainerServicer(trainer, None, None)
+    with pytest.raises(Unimplemented, match="belongs to a step of the ledger"):
+        await servicer.SaveCheckpoint(pb.SaveCheckpointRequest(mode_lease_id="mine"), None)
+    with pytest.raises(FailedPrecondition, match="no loop runs"):
+        await servicer.SaveCheckpoint(pb.SaveCheckpointRequest(), None)
+    await trainer.start()
+    await asyncio.sleep(0.01)
+    saved = await servicer.SaveCheckpoint(pb.SaveCheckpointRequest(), None)
+    assert (saved.train_step, saved.path) == (1, "/checkpoints/1")
+    await trainer.stop(now=True)
+
+
+async def test_a_loop_that_ended_incomplete_stays_so(trainer, events, loops):
+    await trainer.start()
+    await asyncio.sleep(0.01)
+    loops[-1].end = State.INCOMPLETE
+    loops[-1].stop()
+    states = await watched(events)
+    assert State.FINISHED not in states
+    assert trainer.status.state is State.INCOMPLETE
+    assert not trainer.was_started
+
+
+async def test_a_start_says_what_it_waits_for(trainer, events, ranks, monkeypatch):
+    monkeypatch.setattr("vime_trainer.controller._SAY_S", 0.01)
+    ranks.starting = "after 40 s not up yet: rank 1 (38 s of processor time)"
+    up = asyncio.Event()
+    ranks.start = up.wait
+    await trainer.start()
+    await asyncio.sleep(0.1)
+    assert trainer.status.activity == f"starting the ranks: {ranks.starting}"
+    up.set()
+    await trainer.stop(now=True)
