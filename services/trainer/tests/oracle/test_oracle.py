@@ -307,6 +307,8 @@ def _compare(step: Step, batch: Batch, rules: Any) -> None:
         for t, x in row.items():
             wanted[t] = x
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+    wanted_keys = {(p, i) for p, i, piece in every(batch) if formulas.trained(piece, rules)}
+    assert wanted_keys <= {key for keys in step.keys for key in keys}
     for m, keys in enumerate(step.keys):
         found = formulas.policy_loss(batch, keys, a, rules)
         if found.loss.requires_grad:
