@@ -10,6 +10,7 @@ pytestmark = pytest.mark.engine
 Ranks = Callable[..., list[Any]]
 
 COMMANDS = """
+import pathlib
 import tempfile
 from vime.common.v1 import trajectory_pb2 as t
 from vime.common.v1.weight_version_pb2 import WeightVersion
@@ -50,6 +51,21 @@ for failing in (0, 1):
         commands.fetched(GroupError("no group") if rank == failing else None)
     except (GroupError, PeerFailed) as error:
         kinds.append(type(error).__name__)
+run_dir = pathlib.Path(names["run_dir"])
+if rank == 0:
+    run_dir.mkdir()
+    (run_dir / "hf").write_text("in the way")
+saving = pb.SaveCommand(folder=str(run_dir / "checkpoints"), train_step=1, state_json="{}", keep_last=3, hf=True)
+try:
+    commands.save(saving)
+except (OSError, PeerFailed) as error:
+    kinds.append(type(error).__name__)
+if rank == 0:
+    (run_dir / "hf").unlink()
+saved = []
+for step in (1, 2, 3, 4):
+    saving.train_step, saving.hf = step, step == 4
+    saved.append(commands.save(saving))
 trained = train([group("good", 9), group("better", 10)])
 commands.close()
 result = {
@@ -58,19 +74,28 @@ result = {
     "unusable": dict(poisoned.unusable_groups),
     "poisoned": list(poisoned.trained_samples),
     "kinds": kinds,
+    "kept": [list(s.kept_steps) for s in saved],
+    "hf": [s.hf_path for s in saved],
     "trained": list(trained.trained_samples),
     "parts": {name: value for name, value in trained.metrics.items() if "rollout/reward/" in name},
 }
 """
 
 
-def test_two_ranks_do_every_command_and_what_one_cannot_do_leaves_both_well(run_ranks: Ranks, moe_dir: Path) -> None:
-    first, second = run_ranks(2, COMMANDS, model=moe_dir)
+def test_two_ranks_do_every_command_and_what_one_cannot_do_leaves_both_well(
+    run_ranks: Ranks, moe_dir: Path, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, COMMANDS, model=moe_dir, run_dir=str(tmp_path / "run"))
     assert (first["prompts"], first["manifest"]) == ([0, 2], [True, True])
     assert (second["prompts"], second["manifest"]) == ([0, 0], [False, False])
     assert (first["unusable"], first["poisoned"]) == ({}, [])
     assert list(second["unusable"]) == ["bad"]
-    assert (second["kinds"], first["kinds"]) == (["PeerFailed", "GroupError"], ["GroupError", "PeerFailed"])
+    assert first["kinds"] == ["GroupError", "PeerFailed", "FileExistsError"]
+    assert second["kinds"] == ["PeerFailed", "GroupError", "PeerFailed"]
+    assert first["kept"] == second["kept"] == [[1], [1, 2], [1, 2, 3], [2, 3, 4]]
+    exported = tmp_path / "run" / "hf" / "step_000004"
+    assert first["hf"] == ["", "", "", str(exported)]
+    assert (exported / "model.safetensors").is_file()
     assert first["parts"] == second["parts"] == {"rollout/reward/good": 0.5, "rollout/reward/better": 0.5}
     assert first["trained"] == ["good#0", "good#1"]
     assert second["trained"] == ["better#0", "better#1"]

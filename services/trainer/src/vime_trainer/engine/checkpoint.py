@@ -131,7 +131,7 @@ class Checkpointer:
     def _together(self, what: str, action: Callable[[], object], only_rank_0: bool = False) -> None:
         """Run `action`; if it failed on any rank, every rank raises, so that none waits for another for ever."""
         try:
-            distributed.together(what, lambda: action() if not only_rank_0 or data_parallel_rank() == 0 else None)
+            (distributed.rank_0_alone if only_rank_0 else distributed.together)(what, action)
         except PeerFailed as error:
             raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError, CheckpointError, ValueError, TypeError) as error:

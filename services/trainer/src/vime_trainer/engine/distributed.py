@@ -118,6 +118,11 @@ def together(what: str, action: Callable[[], T]) -> T:
     return result
 
 
+def rank_0_alone(what: str, action: Callable[[], object]) -> None:
+    """`action` on rank 0, `together` with the others, who wait for it."""
+    together(what, lambda: action() if data_parallel_rank() == 0 else None)
+
+
 def _all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if data_parallel_size() > 1:
         group = parallel_state.get_data_parallel_group()
@@ -146,11 +151,6 @@ def all_gather(values: torch.Tensor) -> list[torch.Tensor]:
 
 GLOBAL = Reduce(sum=all_reduce_sum, max=all_reduce_max, gather=all_gather)
 """The data-parallel ranks, in the library's form."""
-
-
-def barrier() -> None:
-    """Wait for every rank; the collective timeout bounds it."""
-    dist.barrier()
 
 
 def shutdown() -> None:

@@ -172,9 +172,10 @@ class Engine:
 
     def save_hf(self, out: str | Path) -> None:
         """Write a complete HF directory (rank 0 writes, all wait). `out` must not exist."""
-        if distributed.data_parallel_rank() == 0:
-            hf.write_hf_directory(Path(out), self._path, self.export(), self._config.dtype)
-        distributed.barrier()
+        distributed.rank_0_alone(
+            f"write {out}",
+            lambda: hf.write_hf_directory(Path(out), self._path, self.export(), self._config.dtype),
+        )
 
     def save_checkpoint(self, root: str | Path, step: int, state: dict[str, Any], keep_last: int = 2) -> Committed:
         """Commit weights, optimizer, schedule, generators and `state` (JSON, rank 0's) as the latest checkpoint of

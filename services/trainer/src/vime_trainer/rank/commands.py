@@ -126,14 +126,15 @@ class Commands:
     def _export(self, folder: Path) -> None:
         """Write an HF folder that appears whole: one of a torn export is replaced."""
         work = folder.with_name(folder.name + ".tmp")
-        if distributed.data_parallel_rank() == 0:
+
+        def clear() -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             for left in (work, folder):
                 shutil.rmtree(left, ignore_errors=True)
-        distributed.barrier()
+
+        distributed.rank_0_alone(f"make room for {folder}", clear)
         self.engine.save_hf(work)
-        if distributed.data_parallel_rank() == 0:
-            work.rename(folder)
+        distributed.rank_0_alone(f"name {folder}", lambda: work.rename(folder))
 
     def close(self) -> None:
         """Leave the groups."""
