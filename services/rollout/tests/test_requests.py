@@ -106,6 +106,7 @@ def test_temperature_and_stops_are_exact() -> None:
         ({"extra": {"allowed_token_ids": [-1]}}, "allowed_token_ids = .* has -1"),
         ({"extra": {"bad_words": ["\ud83d"]}}, "bad_words = "),
         ({"extra": {"bad_words": [""]}}, "bad_words = "),
+        ({"extra": {"bad_words": ["\n"]}}, "bad_words = .* not blank"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name_and_number(changed: dict[str, Any], message: str) -> None:
@@ -121,10 +122,10 @@ def test_routes_of_a_dense_model_are_an_error_and_not_an_absence() -> None:
 
 
 def test_an_option_that_is_allowed_reaches_the_engine_in_its_own_type() -> None:
-    extra = {"logit_bias": {"7": -1, "259": 2.5}, "min_p": 0, "min_tokens": 6, "bad_words": ["\n"]}
+    extra = {"logit_bias": {"7": -1, "259": 2.5}, "min_p": 0, "min_tokens": 6, "bad_words": ["a b"]}
     request = request_of("r", [1], extra=extra, require_exact_logprobs=False, resume_token_ids=[1, 2])
     read = check_request(request, ENGINE).extra
-    assert read == {"logit_bias": {7: -1.0, 259: 2.5}, "min_p": 0.0, "min_tokens": 4, "bad_words": ["\n"]}
+    assert read == {"logit_bias": {7: -1.0, 259: 2.5}, "min_p": 0.0, "min_tokens": 4, "bad_words": ["a b"]}
     assert {type(key) for key in read["logit_bias"]} == {int}
 
 

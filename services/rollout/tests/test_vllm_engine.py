@@ -257,7 +257,7 @@ async def test_every_option_that_is_allowed_works(stack: Stack) -> None:
         "repetition_penalty": 10,
         "logit_bias": {"45": 100, "319": -100},
         "allowed_token_ids": [46],
-        "bad_words": ["\n", "a"],
+        "bad_words": ["a b", "c"],
     }
     assert given.keys() == OPTIONS.keys()
     ids = {}

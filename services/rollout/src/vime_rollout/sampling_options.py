@@ -123,7 +123,7 @@ def _is_text(word: str) -> bool:
         word.encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
         return False
-    return True
+    return bool(word.strip())  # vLLM takes blanks off
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
@@ -137,6 +137,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "repetition_penalty": Option("a number above 0, up to 10", _number(0, 10, above_low=True)),
         "logit_bias": Option(f"an object of at most {MAX_BIASED} token ids with a number from -100 to 100", _biases),
         "allowed_token_ids": Option("a list of token ids, at least one", _ids),
-        "bad_words": Option(f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_WORD} characters", _words),
+        "bad_words": Option(
+            f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_WORD} characters, not blank", _words
+        ),
     }
 )
