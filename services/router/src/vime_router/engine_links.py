@@ -13,7 +13,7 @@ from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 from vime_client.channel import ChannelSettings, open_channel
 from vime_client.errors import RpcError
 from vime_router.directory import Report
-from vime_router.forward import EngineFault, EngineRefused
+from vime_router.forward import EngineFault, EngineRefused, EngineSaid
 from vime_service.errors import EngineFailed
 from vime_service.logging import get_logger
 
@@ -39,7 +39,8 @@ class EngineLink:
         Raises:
             EngineFault: the engine failed or its life ended.
             EngineRefused: it cannot take the call now.
-            RpcError: what else it answered.
+            EngineSaid: what else it answered.
+            RpcError: what else came of the call.
         """
         with self._call(method, request, seconds) as call:
             # bounded by: `seconds`, the deadline of the call
@@ -86,7 +87,7 @@ class EngineLink:
         if error.code in _FAULTS:
             # CANCELLED came from the engine: had the caller cancelled, nobody would be reading this.
             return EngineFault(self.engine_id, error, retryable=error.code is not grpc.StatusCode.INTERNAL)
-        return error
+        return EngineSaid(error) if error.reason else error
 
     def _fault(self, why: str) -> EngineFault:
         cause = EngineFailed(f"engine {self.engine_id} is gone: {why}", engine_id=self.engine_id)

@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from vime_client.errors import RpcError
 from vime_router.fences import FenceKind
 from vime_router.fleet import Fleet, Life, Seat, Wanted
 from vime_router.running import Ticket
@@ -33,6 +32,14 @@ class EngineFault(Exception):
         self.engine_id = engine_id
         self.cause = cause
         self.retryable = retryable
+
+
+class EngineSaid(Exception):
+    """The engine's own words about the call, such as that a field is wrong: whatever it refuses, it is there."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class EngineRefused(Exception):
@@ -234,10 +241,9 @@ class Forwarder:
                 seat.refused = True
                 seat.breaker.answers()
                 raise
-            except RpcError as refusal:
-                if refusal.reason:  # the engine's own words: whatever it refuses, it is there
-                    seat.breaker.answers()
-                raise
+            except EngineSaid as said:
+                seat.breaker.answers()
+                raise said.error from None
             seat.breaker.succeeded()
 
     def _check_complete(self, seat: Seat, relay: Relay[PieceT]) -> None:

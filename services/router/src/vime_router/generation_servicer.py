@@ -13,7 +13,7 @@ from vime.rollout.v1.generation_service_pb2_grpc import GenerationServiceService
 from vime_router.convert import fence_of
 from vime_router.engine_links import EngineLink, EngineLinks
 from vime_router.fleet import Fleet, Seat, Wanted
-from vime_router.forward import AbortedWhileWaiting, EngineFault, EngineRefused, Forwarder
+from vime_router.forward import AbortedWhileWaiting, EngineFault, EngineRefused, EngineSaid, Forwarder
 from vime_router.running import Running, Ticket
 from vime_router.stream_relay import StreamRelay
 from vime_service.clock import Clock
@@ -91,6 +91,8 @@ class GenerationRouter(GenerationServiceServicer):
             return int((await link.unary("Abort", request, seconds)).aborted)
         except (EngineFault, EngineRefused):
             return 0  # its call fails with the engine, and is not repeated
+        except EngineSaid as said:
+            raise said.error from None
 
     async def _send(self, method: str, request: Any, wanted: Wanted, context: Any, ticket: Ticket) -> Any:
         async def send(seat: Seat, seconds: float) -> Any:

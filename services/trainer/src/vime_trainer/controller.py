@@ -163,7 +163,7 @@ class Trainer:
         """Start the ranks, and say now and then what that waits for."""
         starting = asyncio.create_task(self._ranks.start())
         try:
-            while not (await asyncio.wait({starting}, timeout=_SAY_S))[0]:  # bounded by: the start's own patience
+            while not (await asyncio.wait({starting}, timeout=_SAY_S))[0]:
                 await self._set(State.STARTING, "", f"starting the ranks: {self._ranks.starting or 'their processes'}")
             starting.result()
         finally:

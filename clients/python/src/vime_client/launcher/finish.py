@@ -50,6 +50,7 @@ async def final_report(run_dir: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "vime_client.report", str(run_dir)), stdin=asyncio.subprocess.DEVNULL
     )
+    # bounded by: the patience below
     end = asyncio.ensure_future(process.wait())
     if not await waits_for(end, process.pid, Patience(_REPORT_S, MonotonicClock())):
         process.kill()

@@ -72,6 +72,7 @@ async def _dry_run(service: ServicePlan, plan: RunPlan, recipe: Written, left: l
         env=service_env(plan),
     )
     patience = Patience(plan.limits.ready_timeout_s, MonotonicClock())
+    # bounded by: the patience above
     talk = asyncio.ensure_future(process.communicate())
     if not await waits_for(talk, process.pid, patience):
         process.kill()

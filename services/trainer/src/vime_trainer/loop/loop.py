@@ -124,7 +124,6 @@ class TrainingLoop:
         Raises FailedPrecondition if the loop ends before."""
         if self._wanted_save is None:
             self._wanted_save = asyncio.get_running_loop().create_future()
-        # bounded by: the caller's deadline
         return await asyncio.shield(self._wanted_save)
 
     async def run(self) -> None:
@@ -230,7 +229,7 @@ class TrainingLoop:
             if not trained.unusable_groups:
                 break
             unusable += len(trained.unusable_groups)
-            # bounded by: the ledger, which refuses after too many in a row, and the attempts of their prompts
+            # The ledger ends this: after too many in a row it refuses, and prompts have their attempts.
             await clock.measure("wait", self._quarantine(step, batch, trained.unusable_groups, policy))
         trained.metrics["rollout/unusable_groups"] = float(unusable)
         version, published = await self._publish(step, policy, trained, clock)
