@@ -293,7 +293,7 @@ def test_the_learning_rate_follows_its_schedule(
         ({"schedule": "linear"}, "needs decay_steps"),
         ({"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}, "decay_steps = 5 must exceed warmup_steps = 5"),
         ({"decay_steps": 5}, "decay_steps = 5 has no meaning"),
-        ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr = 0.001 exceeds lr = 0.0001"),
+        ({"schedule": "linear", "decay_steps": 4, "lr": 1e-4, "min_lr": 1e-3}, "min_lr = 0.001 exceeds lr = 0.0001"),
     ],
 )
 def test_schedules_that_contradict_themselves_are_refused(settings: dict[str, Any], words: str) -> None:
