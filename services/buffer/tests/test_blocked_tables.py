@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import sqlite3
 
 import pytest
 
@@ -11,6 +13,7 @@ from vime.buffer.v1 import batch_service_pb2 as batch_pb
 from vime.buffer.v1 import prompt_service_pb2 as prompt_pb
 from vime.buffer.v1 import table_service_pb2 as table_pb
 from vime_buffer import catalog, evals
+from vime_buffer.schema import Database
 from vime_buffer.testing import Desk, table, write_prompts
 from vime_buffer.values import Blocked
 
@@ -114,6 +117,29 @@ def test_many_tables_need_no_descriptors(ledger_dir):
             desk.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_disk_that_refuses_meanwhile_does_not_end_the_look_out(tmp_path, monkeypatch):
+    failed = asyncio.Semaphore(0)
+
+    def no_commit(self):
+        loop.call_soon_threadsafe(failed.release)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr("vime_buffer.buffer._MEND_S", 0.02)
+    async with buffer(tmp_path) as call:
+        await call.begin()
+        os.rename(tmp_path / "train.jsonl", tmp_path / "away")
+        assert (await call.lease()).blocked_by == prompt_pb.BLOCK_REASON_SOURCE
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "commit", no_commit)
+            async with asyncio.timeout(30):
+                for _ in range(5):
+                    await failed.acquire()
+        os.rename(tmp_path / "away", tmp_path / "train.jsonl")
+        assert len((await call.lease(wait=9)).leases) == 2
+        assert not call.service.stopping.is_set()
 
 
 async def test_callers_are_told_why_and_go_on_by_themselves(tmp_path):

@@ -262,6 +262,17 @@ async def test_a_group_is_held_to_its_lease_and_the_lease_lives_on(tmp_path, cha
         assert not (await call.insert(lease)).already_present
 
 
+async def test_a_demonstration_was_not_sampled_and_need_not_say_how(tmp_path):
+    async with buffer(tmp_path, {"sft": {**TRAIN, "source": {"path": str(tmp_path / "train.jsonl")}}}) as call:
+        await call.begin()
+        lease = (await call.lease()).leases[0]
+        group = proto_group(lease)
+        group.ClearField("sampling")
+        for sample in group.samples:
+            sample.seed = 0
+        assert not (await call.insert(lease, group)).already_present
+
+
 async def test_token_ids_of_the_record_are_the_prompt(tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2, 3]}\n{"prompt": [1, 2, 4]}\n')
     async with buffer(tmp_path, {"train": {**TRAIN, "source": {"path": str(tmp_path / "ids.jsonl")}}}) as call:

@@ -10,6 +10,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -149,7 +150,8 @@ class Buffer:
         while not self.changes.stopped:
             began = self._loop.time()
             for table in [table for table in self._ledger.tables.values() if table.blocked]:
-                await self._mend_source(table)
+                with suppress(VimeError):  # the writer said why; the next look tries again
+                    await self._mend_source(table)
             blocked = {name: table.blocked for name, table in self._ledger.tables.items() if table.blocked}
             if blocked != seen:  # no row changed, so that no commit says it
                 seen = blocked
@@ -164,8 +166,6 @@ class Buffer:
         except SourceUnusable as error:
             reason = error.message
             await self._write(lambda ledger: table.block(reason, ledger.clock.now()))
-        except VimeError:
-            return  # the writer said why
 
     async def check_laws(self) -> None:
         """Log an error for every conservation law that broke since the last look; none of them ever may."""
@@ -259,9 +259,8 @@ class Buffer:
             facts = await asyncio.to_thread(check_group, group, self._rules(table))
         else:
             facts = check_group(group, self._rules(table))
-        insert = Insert(
-            lease_id, facts, payload, payload_digest(payload), drop_reason, group.sampling, group.prompt_differs
-        )
+        sampling = None if table.kind == "sft" else group.sampling  # nothing was sampled there
+        insert = Insert(lease_id, facts, payload, payload_digest(payload), drop_reason, sampling, group.prompt_differs)
         return await self._write(lambda ledger: leases.insert_group(ledger, insert))
 
     def _rules(self, table: TableSettings) -> GroupRules:

@@ -88,7 +88,7 @@ def _grant_what_fits(ledger: Ledger, rows: Sequence[int], worker_id: str, reques
             continue
         if not room.takes(lease_bytes(record, ledger.table_by_id(row["table_id"]).settings)):
             break
-        leases.append(_grant(ledger, row_id, worker_id, request_id, record))
+        leases.append(_grant(ledger, row, worker_id, request_id, record))
     return tuple(leases)
 
 
@@ -124,21 +124,18 @@ def _answered_before(ledger: Ledger, worker_id: str, request_id: str) -> tuple[L
     return tuple(leases)
 
 
-def _grant(ledger: Ledger, row_id: int, worker_id: str, request_id: str, record: PromptRecord) -> LeaseGrant:
-    row = ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id)
-    assert row is not None, "admission named it in this transaction"
-    fence = _fence(ledger, row)
+def _grant(ledger: Ledger, row: Any, worker_id: str, request_id: str, record: PromptRecord) -> LeaseGrant:
+    fence, settings = _fence(ledger, row), ledger.table_by_id(row["table_id"]).settings
     lease_id = f"{row['group_id']}#{row['attempt']}.{secrets.token_hex(4)}"
     ledger.db.run(
         "UPDATE groups SET state = ?, lease_id = ?, worker_id = ?, request_id = ?, "
         "fence_incarnation = ?, fence_step = ?, lease_sampling = ? WHERE id = ?",
         State.OPEN, lease_id, worker_id, request_id or None, fence.incarnation, fence.step,
-        ledger.table_by_id(row["table_id"]).settings.sampling.model_dump_json(), row_id,
+        settings.sampling.model_dump_json(), row["id"],
     )  # fmt: skip
     ledger.bump(row["table_id"], "drawn")
-    ttl = ledger.table_by_id(row["table_id"]).settings.lease_ttl
-    ledger.lease_times.begin(lease_id, ledger.clock.now(), ttl)
-    return _lease(ledger, ledger.db.one("SELECT * FROM groups WHERE id = ?", row_id), record)
+    ledger.lease_times.begin(lease_id, ledger.clock.now(), settings.lease_ttl)
+    return _lease(ledger, ledger.db.one("SELECT * FROM groups WHERE id = ?", row["id"]), record)
 
 
 def _lease(ledger: Ledger, row: Any, record: PromptRecord) -> LeaseGrant:
@@ -233,7 +230,9 @@ def _check_prompt(ledger: Ledger, row: sqlite3.Row, actual: str) -> None:
 def _check_terms(ledger: Ledger, row: sqlite3.Row, insert: Insert) -> None:
     """The group is what the lease asked for: of its record, sampled as it said, with its seeds."""
     sampling = _sampling(row)
-    wrong = sampling.differs(insert.sampling) if sampling is not None and insert.sampling is not None else None
+    if sampling is None:  # leased before terms were noted, with seeds that are made otherwise now
+        return
+    wrong = None if insert.sampling is None else sampling.differs(insert.sampling)
     if wrong is not None:
         field, expected, actual = wrong
         raise InvalidArgument(

@@ -83,6 +83,7 @@ def finished(
         truncated=0,
         rewards=tuple(rewards if rewards is not None else [float(n % 2) for n in range(samples)]),
         versions=(at,),
+        seeds=lease.seeds,
     )
     body = payload if payload is not None else f"{lease.group_id}#{lease.attempt}@{at}".encode()
     return Insert(lease.lease_id, facts, body, payload_digest(body), drop)
