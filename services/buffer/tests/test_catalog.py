@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_source_may_move_but_not_change(make_desk, ledger_dir):
         desk = Desk(ledger_dir / "ledger", [path])
         assert "changed since the run began" in desk.ledger.table("train").blocked
         desk.close()
+
+
+def test_lines_that_are_skipped_now_and_were_not_before_move_no_record(ledger_dir):
+    path = ledger_dir / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * size}) + "\n" for size in (1, 200_000, 2)))
+    tables = [table(path, source={"lenient": True})]
+    Desk(ledger_dir / "ledger", tables).close()
+    desk = Desk(ledger_dir / "ledger", tables, message_bytes=300_000)  # the second is too large for that
+    assert "other lines are skipped" in desk.ledger.table("train").blocked
+    # A ledger that was begun before this was noted goes on.
+    desk.call(lambda ledger: ledger.db.run("UPDATE tables SET source_digest = substr(source_digest, 1, 32)"))
+    desk.close()
+    desk = Desk(ledger_dir / "ledger", tables)
+    assert not desk.ledger.table("train").blocked
+    desk.close()
 
 
 def test_bytes_that_are_kept_must_leave_room_for_new_ones(make_desk, ledger_dir):

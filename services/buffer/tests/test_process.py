@@ -19,7 +19,7 @@ from vime.buffer.v1 import prompt_service_pb2_grpc as prompt_grpc
 from vime.buffer.v1 import table_service_pb2 as table_pb
 from vime.buffer.v1 import table_service_pb2_grpc as table_grpc
 from vime.common.v1 import weight_version_pb2 as version_pb
-from vime_buffer.catalog import data_problems
+from vime_buffer.catalog import check_data
 from vime_buffer.testing import proto_group, table, write_prompts
 
 CONFIG = """
@@ -189,9 +189,8 @@ def test_what_a_dry_run_leaves_unchecked_is_said(folder):
     tables = [table(path)]
     with path.open("a") as file:
         file.write("nonsense\n")
-    assert len(data_problems(tables, 1 << 20).problems) == 1
-    found = data_problems(tables, 1 << 20, at_most=100)
-    assert (found.problems, found.notes) == ([], [f"{path}: only the first 104 bytes were checked"])
+    assert len(check_data(tables, 1 << 20)[0]) == 1
+    assert check_data(tables, 1 << 20, at_most=100) == ([], [f"{path}: only the first 104 bytes were checked"])
 
 
 def test_a_busy_port_is_named(folder):

@@ -20,10 +20,9 @@ def _run(config: BufferConfig) -> int:
 
 
 def _check(config: BufferConfig) -> Checked:
-    from vime_buffer.catalog import data_problems
+    from vime_buffer.catalog import check_data
 
-    found = data_problems(config.buffer.tables.values(), config.server.max_message_bytes)
-    return Checked(found.problems, found.notes)
+    return Checked(*check_data(config.buffer.tables.values(), config.server.max_message_bytes))
 
 
 if __name__ == "__main__":

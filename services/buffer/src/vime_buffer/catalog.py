@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from vime_buffer.answer_size import record_room
 from vime_buffer.ledger import NO_PAYLOAD, Ledger, LedgerOptions, Table
 from vime_buffer.settings import MUTABLE, TableSettings, changed_fields, check_budget, check_table
-from vime_buffer.sources import JsonlSource, SourceUnusable, scan
+from vime_buffer.sources import JsonlSource, SourceUnusable, same_records, scan
 from vime_buffer.values import DROP_DELETED, State
 from vime_service.errors import (
     AlreadyExists,
@@ -32,10 +31,10 @@ def open_source(settings: TableSettings, options: LedgerOptions, digest: str | N
         SourceUnusable: it cannot be used, or its content changed: cursors and prompt ids would mean other prompts.
     """
     source = JsonlSource(settings.source, options.seed, record_room(settings, options.message_bytes))
-    if digest is not None and source.digest != digest:
+    if digest is not None and not same_records(digest, source.digest):
         raise SourceUnusable(
-            f"prompt source {settings.source.path} changed since the run began "
-            f"(digest {source.digest}, was {digest}); restore it or begin a new run",
+            f"prompt source {settings.source.path} changed since the run began, or other lines are skipped "
+            f"(digest-skipped {source.digest}, was {digest}); restore it or begin a new run",
             field="source.path",
             state=source.digest,
             wanted=digest,
@@ -46,15 +45,18 @@ def open_source(settings: TableSettings, options: LedgerOptions, digest: str | N
     return source
 
 
-def data_problems(tables: Iterable[TableSettings], message_bytes: int, at_most: int = CHECKED) -> DataCheck:
-    """What is wrong with the sources of all tables, one sentence for each thing, before anything is started.
+def check_data(
+    tables: Iterable[TableSettings], message_bytes: int, at_most: int = CHECKED
+) -> tuple[list[str], list[str]]:
+    """What keeps a run from starting in the sources of all tables, and what is worth knowing, in sentences.
 
     Args:
         tables: settings, checked and filled in.
         message_bytes: the message cap.
         at_most: bytes of each file that are looked at.
     """
-    check = DataCheck([], [])
+    problems: list[str] = []
+    notes: list[str] = []
     for table in tables:
         try:
             found = scan(table.source, record_room(table, message_bytes), at_most)
@@ -63,21 +65,11 @@ def data_problems(tables: Iterable[TableSettings], message_bytes: int, at_most: 
         else:
             said = found.problems(lenient=table.source.lenient)
             if not found.whole:
-                check.notes.append(f"{found.path}: only the first {found.checked} bytes were checked")
+                notes.append(f"{found.path}: only the first {found.checked} bytes were checked")
             if found.bad and not said:
-                check.notes.append(f"{found.path}: bad lines that are skipped: {dict(found.bad)}")
-        check.problems.extend(f'table "{table.name}": {sentence}' for sentence in said)
-    return check
-
-
-@dataclass(frozen=True, slots=True)
-class DataCheck:
-    """What a look at the data found, in sentences."""
-
-    problems: list[str]
-    """What keeps a run from starting."""
-    notes: list[str]
-    """What is worth knowing."""
+                notes.append(f"{found.path}: bad lines that are skipped: {dict(found.bad)}")
+        problems.extend(f'table "{table.name}": {sentence}' for sentence in said)
+    return problems, notes
 
 
 def check_root(path: Path, roots: Sequence[Path]) -> Path:
@@ -137,7 +129,7 @@ def _make(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> Table
 def _check_new(ledger: Ledger, settings: TableSettings, source: JsonlSource) -> None:
     """Prompt ids begin with the source's name, so that one name must mean one file's prompts."""
     for other in ledger.tables.values():
-        if other.settings.source.name == settings.source.name and other.digest != source.digest:
+        if other.settings.source.name == settings.source.name and not same_records(other.digest, source.digest):
             raise InvalidArgument(
                 f'table "{settings.name}": "{settings.source.name}" is the source {other.settings.source.path} '
                 f'of table "{other.name}", which has other content than {settings.source.path}; '
@@ -156,7 +148,7 @@ def _check_budget_with(ledger: Ledger, changed: Iterable[TableSettings]) -> None
 
 def _check_same(found: Table, settings: TableSettings, source: JsonlSource) -> None:
     different = changed_fields(found.settings, settings)
-    if not different and found.digest != source.digest:
+    if not different and not same_records(found.digest, source.digest):
         different = ["source"]
     if different:
         raise AlreadyExists(

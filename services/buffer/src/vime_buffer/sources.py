@@ -105,7 +105,8 @@ class JsonlSource:
     Attributes:
         skipped: bad lines that `lenient` skipped, by reason.
         first_skipped: sentences about the first of them.
-        digest: hexadecimal xxh3-128 of the file.
+        digest: hexadecimal xxh3-128 of the file, and how many of its lines are skipped: both say which record has
+            which index.
     """
 
     def __init__(self, settings: SourceSettings, run_seed: int, largest: int = _WHOLE) -> None:
@@ -207,8 +208,13 @@ def scan(settings: SourceSettings, largest: int, at_most: int = _WHOLE) -> Scan:
             found.lengths.append(length)
         if _stamp(fd) != found.stamp:
             raise _unusable(settings.path, "changed while it was read")
-    found.digest = hasher.hexdigest()
+    found.digest = f"{hasher.hexdigest()}-{found.bad.total()}"
     return found
+
+
+def same_records(known: str, digest: str) -> bool:
+    """True if both digests mean the same records in the same order. Older ledgers know the file's part alone."""
+    return known in (digest, digest.partition("-")[0])
 
 
 def _refused(found: Scan, problems: list[str], *, lenient: bool) -> SourceUnusable:
