@@ -478,11 +478,13 @@ def _check_published(
 
 def _consumed_bytes(ledger: Ledger, table: Table | None = None) -> int:
     """Bytes that a checkpoint may free, of one table or of all."""
-    sql = (
-        "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = coalesce(?, table_id) AND state = ? "
-        f"AND NOT {LATEST_ROUND}"
-    )
-    return int(ledger.db.value(sql, None if table is None else table.id, State.CONSUMED))
+    total = 0
+    for each in ledger.tables.values() if table is None else (table,):
+        sql = "SELECT coalesce(sum(bytes), 0) FROM groups WHERE table_id = ? AND state = ?"
+        if each.settings.is_eval:  # else the index holds all that is asked for
+            sql += f" AND NOT {LATEST_ROUND}"
+        total += int(ledger.db.value(sql, each.id, State.CONSUMED))
+    return total
 
 
 def _checkpoint_wanted(ledger: Ledger, table_id: int) -> bool:
