@@ -182,6 +182,8 @@ def test_what_is_no_group_of_the_leased_batch_is_refused_and_nothing_is_taken_ou
     good = Unusable(batch[0], 0, "")
     with pytest.raises(FailedPrecondition, match="attempt 1 of group train/train:0:1 is not in the batch of step 1"):
         ask(1, good, Unusable(batch[1], 1, ""))
+    with pytest.raises(FailedPrecondition, match="attempt 9 of"):  # named twice: neither is passed over
+        ask(1, Unusable(batch[0], 9, ""), good)
     with pytest.raises(FailedPrecondition, match="no such group"):
         ask(1, good, Unusable("train/train:0:2", 0, ""))
     with pytest.raises(WrongStep, match="step 2 has no leased batch"):

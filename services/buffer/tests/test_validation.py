@@ -313,6 +313,10 @@ def test_every_wrong_field_is_named(changes, field):
     assert error.metadata["field"] == f"samples[0].{field}"
 
 
+def test_a_reward_that_is_no_number_differs_from_no_other():
+    assert "NOT_FINITE" in refusal(InvalidArgument, RULES, sample(reward=math.nan)).message
+
+
 def test_a_failed_sample_needs_no_tokens_and_an_empty_response_no_version():
     failed = sample(prompt=0, response=0, status="FAILED", finish_reason="", reward=None, unscored_reason="NO_RESPONSE")
     assert check_group(group(failed), RULES).versions == ()

@@ -38,9 +38,8 @@ def quarantine_groups(
     table = ledger.table(table_name)
     if not groups:
         raise InvalidArgument("groups is empty: no group is named", field="groups")
-    given_up = [
-        _once(ledger, table, step, group, run.completed_step) for group in {g.group_id: g for g in groups}.values()
-    ]
+    named = {(group.group_id, group.attempt): group for group in groups}.values()
+    given_up = [_once(ledger, table, step, group, run.completed_step) for group in named]
     drop_empty_batches(ledger)
     _make_room(ledger)
     ledger.segments_may_have_died = ledger.workers_may_go_on = True

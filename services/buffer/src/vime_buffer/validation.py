@@ -89,7 +89,7 @@ def _check_trajectories(group: GroupContent, rules: GroupRules) -> None:
                 limit=rules.max_forks,
                 actual=len(forks),
             )
-        for position, other in forks:
+        for position, other in forks[1:]:
             if other.reward != sample.reward:
                 raise InvalidArgument(
                     f'samples[{first}] and samples[{position}] are of trajectory "{name[:_LONGEST_NAME]}" and have the '

@@ -108,11 +108,12 @@ PAYLOAD_STATES = (State.STORED, State.LEASED, State.CONSUMED)
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What every trajectory of the model keeps; 0 and empty are not known."""
+    """What every trajectory of the model keeps. No experts and no layers: it is dense, and has no routes."""
 
     vocab_size: int = 0
+    """0: not known."""
     max_model_len: int = 0
-    """Longest prompt + response in tokens."""
+    """Longest prompt + response in tokens; 0: not known."""
     moe_layer_ids: tuple[int, ...] = ()
     num_experts: int = 0
     top_k: int = 0
