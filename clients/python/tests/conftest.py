@@ -6,13 +6,22 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from vime_client.launcher.plan import RunPlan, ServicePlan, save_plan
 from vime_client.recipe import LauncherSection
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Logs that hold invalid text on purpose are captured; pytest-xdist ends the whole run over such a report."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
+
 
 # A service as small as can be: it touches its sign of life, and does what its argument says.
 SERVICE = """
