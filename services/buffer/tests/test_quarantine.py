@@ -250,3 +250,25 @@ def test_tables_that_take_turns_keep_their_steps(make_desk, ledger_dir):
     assert ids(desk.batch(2, "sft")) == ahead
     desk.complete(1)
     desk.complete(2, table_name="sft")
+
+
+def test_a_step_that_is_nobodys_after_a_rewind_takes_the_next_batch_of_whoever_asks(make_desk, ledger_dir):
+    ends = {"source": {"epochs": 1}, "max_staleness": 3}
+    sft = table(write_prompts(ledger_dir / "sft.jsonl", 4, first=50), name="sft", **ends)
+    desk = make_desk(4, max_attempts=1, **ends)
+    desk.call(lambda ledger: catalog.configure_tables(ledger, [sft]))
+    desk.begin()
+    for lease in desk.lease(100, ["train", "sft"]).leases:
+        desk.insert(lease)
+    turns = ["train", "sft", "train", "sft"]
+    batches = [ids(desk.batch(step, name)) for step, name in enumerate(turns, start=1)]
+    desk.begin(0)
+    assert ids(desk.batch(1)) == batches[0]
+    desk.quarantine(1, *batches[0])
+    assert ids(desk.batch(1)) == batches[2]
+    desk.complete(1)
+    assert ids(desk.batch(2, "sft")) == batches[1]
+    desk.complete(2, table_name="sft")
+    assert desk.batch(3).blocked is Blocked.END_OF_DATA
+    assert ids(desk.batch(3, "sft")) == batches[3]
+    desk.complete(3, table_name="sft")

@@ -57,11 +57,10 @@ def lease_batch(ledger: Ledger, incarnation: int, step: int, table_name: str, *,
     held = _held(ledger, run, table)
     if held is not None:
         return held
-    if batch is not None:
-        recorded = _recorded(ledger, run, table, step, workers_ask)
-        if recorded is not None:
-            return recorded
-        ledger.db.run("DELETE FROM batches WHERE step = ?", step)  # none of its groups came back
+    recorded = _recorded(ledger, run, table, step, workers_ask)
+    if recorded is not None:
+        return recorded
+    ledger.db.run("DELETE FROM batches WHERE step = ?", step)  # none of its groups came back
     return _select(ledger, run, table, step, workers_ask)
 
 
@@ -118,7 +117,7 @@ def _rows_of(ledger: Ledger, step: int) -> list[sqlite3.Row]:
 
 
 def _recorded(ledger: Ledger, run: RunState, table: Table, step: int, workers_ask: bool) -> BatchAnswer | None:
-    """The batch as an earlier incarnation leased it; None if nothing is left of it.
+    """The batch as an earlier incarnation leased it; None if nothing is left of it, or there was none.
 
     Replay is exact, with one exception: where an earlier step was skipped then and changed the weights now, a group may
     have grown older than `max_staleness`. Such a group is made again in its place.
@@ -151,6 +150,8 @@ def _take_the_next(ledger: Ledger, table: Table, step: int) -> bool:
     )
     if following is None:
         return False
+    # Where tables take turns, the batch of this step may have been another's that is gone.
+    ledger.db.run("INSERT OR IGNORE INTO batches (step, table_id, state) VALUES (?, ?, 'recorded')", step, table.id)
     ledger.db.run("UPDATE groups SET train_step = ? WHERE table_id = ? AND train_step = ?", step, table.id, following)
     return True
 
@@ -286,13 +287,12 @@ def _awaited(ledger: Ledger, table: Table, step: int) -> tuple[Awaited, ...]:
     """The prompts that the batch of `step` waits for: leased ones, the oldest lease first, then queued ones."""
     rows = [row for row in _rows_of(ledger, step) if row["state"] in (State.QUEUED, State.OPEN)]
     if not rows:  # the batch is not chosen yet
-        candidates = ledger.db.all(
-            "SELECT * FROM groups WHERE table_id = ? AND state IN (0, 1, 2) AND train_step IS NULL "
-            "ORDER BY admission LIMIT ?",
+        rows = ledger.db.all(
+            "SELECT * FROM (SELECT * FROM groups WHERE table_id = ? AND state IN (0, 1, 2) AND train_step IS NULL "
+            "ORDER BY admission LIMIT ?) WHERE state != 2",
             table.id,
             -1 if table.selector.whole_table else table.settings.groups_per_step,
         )
-        rows = [row for row in candidates if row["state"] != State.STORED]
     now = ledger.clock.now()
     found = [
         Awaited(
