@@ -10,7 +10,7 @@ import pytest
 from vime_buffer import catalog, views
 from vime_buffer.testing import Desk, table, write_prompts
 from vime_buffer.values import State
-from vime_service.errors import FailedPrecondition, ImpossibleConfig, InvalidArgument, NotFound
+from vime_service.errors import FailedPrecondition, ImpossibleConfig, InvalidArgument, NotFound, Unavailable
 
 
 def test_some_settings_may_change_at_a_restart_and_others_are_named(make_desk):
@@ -97,7 +97,7 @@ def test_another_seed_is_refused(make_desk):
 
 def test_one_folder_has_one_process(make_desk):
     make_desk()
-    with pytest.raises(FailedPrecondition, match="open in another process"):
+    with pytest.raises(Unavailable, match="open in another process"):
         make_desk()
 
 

@@ -193,6 +193,14 @@ def test_what_a_dry_run_leaves_unchecked_is_said(folder):
     assert check_data(tables, 1 << 20, at_most=100) == ([], [f"{path}: only the first 104 bytes were checked"])
 
 
+def test_other_settings_than_the_ledgers_are_final_and_a_folder_in_use_is_not(folder):
+    with started(folder):
+        taken = run(folder, "--set", "server.port=0")
+    assert (taken.returncode, "open in another process" in taken.stderr) == (1, True)
+    other = run(folder, "--set", "buffer.tables.train.max_staleness=2")
+    assert (other.returncode, "max_staleness is 0 in the ledger and cannot become 2" in other.stderr) == (2, True)
+
+
 def test_a_busy_port_is_named(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

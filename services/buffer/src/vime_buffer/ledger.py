@@ -23,7 +23,7 @@ from vime_buffer.settings import TableSettings
 from vime_buffer.sources import JsonlSource, SourceUnusable
 from vime_buffer.values import ModelLimits, State, Version
 from vime_service.clock import Clock
-from vime_service.errors import FailedPrecondition, FleetOwned, NotFound, StaleIncarnation
+from vime_service.errors import FailedPrecondition, FleetOwned, NotFound, StaleIncarnation, Unavailable
 from vime_service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -119,8 +119,8 @@ class Ledger:
         """Open the folder, or begin a new ledger in it.
 
         Raises:
-            FailedPrecondition: another process has it open.
-            FleetOwned: it belongs to another run.
+            Unavailable: another process has it open.
+            FleetOwned, FailedPrecondition: it belongs to another run, or was begun with another seed.
             StorageFailed: it cannot be written.
             DataLoss: its database is damaged.
         """
@@ -404,7 +404,5 @@ def _lock_folder(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise FailedPrecondition(
-            f"the ledger in {folder} is open in another process", state="in use", wanted="free"
-        ) from None
+        raise Unavailable(f"the ledger in {folder} is open in another process", folder=folder) from None
     return fd

@@ -12,6 +12,7 @@ from vime_buffer.servicer_batch import BatchServicer
 from vime_buffer.servicer_prompt import PromptServicer
 from vime_buffer.servicer_table import TableServicer
 from vime_service.clock import Clock, MonotonicClock
+from vime_service.errors import FailedPrecondition, InvalidArgument
 from vime_service.server import Register, Service
 from vime_service.server_config import MAX_MESSAGE_BYTES
 
@@ -51,7 +52,10 @@ def registration(settings: BufferSettings, clock: Clock | None = None) -> Regist
 
     async def register(service: Service) -> None:
         message_bytes = service.config.max_message_bytes
-        ledger = open_ledger(settings, clock or MonotonicClock(), message_bytes)
+        try:
+            ledger = open_ledger(settings, clock or MonotonicClock(), message_bytes)
+        except FailedPrecondition as error:  # the ledger was begun with other settings: no later start mends that
+            raise InvalidArgument(error.message) from None
         limits = BufferLimits(settings.max_group_bytes, settings.worker_silence_s)
         buffer = Buffer(ledger, limits)
         prompt_service_pb2_grpc.add_PromptServiceServicer_to_server(PromptServicer(buffer), service.server)
