@@ -89,6 +89,14 @@ def test_what_belongs_together_is_accepted(recipe: Path, overrides: tuple[str, .
     assert problems(recipe, *overrides) == []
 
 
+def test_positions_that_are_stretched_bound_no_response(recipe: Path) -> None:
+    long = ("rollout.vllm={dtype='float32'}", "tables.train.sampling.max_tokens=64")
+    (found,) = problems(recipe, *long, model=MOE)
+    assert "64 leaves no room for a prompt: the model's max_position_embeddings is 64" in found
+    assert problems(recipe, *long, model={**MOE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}) == []
+    assert problems(recipe, *long, model={**MOE, "rope_parameters": {"rope_type": "yarn"}}) == []
+
+
 def test_all_of_it_is_told_together(recipe: Path) -> None:
     found = problems(recipe, "trainer.world_size=4", "rollout.vllm.max_model_len=8", "trainer.engine.dtype=bfloat16")
     assert len(found) == 3

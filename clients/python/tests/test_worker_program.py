@@ -7,7 +7,10 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import stdev
+from typing import Any
 
+import grpc
 import pytest
 import tomli_w
 
@@ -124,6 +127,65 @@ async def test_a_record_far_down_that_lacks_a_key_is_named_by_its_line(tmp_path:
     assert code == 2
     assert 'asks for "label"' in err
     assert "nor a key of train.jsonl line 100 (prompt)" in err
+
+
+async def test_records_that_the_buffer_skips_or_never_reads_refuse_nothing(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(text, label):\n    return 1.0\n")
+    whole, lacks = '{"prompt": "p", "label": 1}\n', '{"prompt": "p"}\n'
+    (tmp_path / "lenient.jsonl").write_text(whole + lacks + '{"label": 1}\n')
+    (tmp_path / "limited.jsonl").write_text(whole * 2 + lacks)
+    (tmp_path / "long.jsonl").write_text(whole + '{"prompt": "' + "x" * (1 << 26) + '"}\n' + lacks)
+    tables = {
+        "train": {"source": str(tmp_path / "lenient.jsonl"), "required_keys": ["label"]},
+        "eval/limited": {"source": str(tmp_path / "limited.jsonl"), "limit": 2},
+        "eval/long": {"source": str(tmp_path / "long.jsonl")},
+    }
+    assert await dry_run(write_config(tmp_path, "127.0.0.1:1", tables=tables)) == (0, "")
+
+
+class Judge(Plugin):
+    """Looks at what it is given, as a program of somebody does."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__([plugin_service_pb2.SampleScore(reward=1.0)])
+        self._code = code
+
+    async def ScoreSamples(self, request: Any, context: Any) -> plugin_service_pb2.ScoreSamplesResponse:
+        if request.prompt.chat.messages[-1].content != "1+1?" or not request.samples[0].response_text:
+            await context.abort(self._code, "no question, or no answer")
+        if self._code is not grpc.StatusCode.OK:
+            await context.abort(self._code, "invalid literal for int(): 'check'")
+        return await super().ScoreSamples(request, context)
+
+    async def DecideGroups(self, request: Any, context: Any) -> plugin_service_pb2.DecideGroupsResponse:
+        stdev(sample.reward for sample in request.groups[0].samples)  # of one sample there is none
+        return await super().DecideGroups(request, context)
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [(grpc.StatusCode.OK, False), (grpc.StatusCode.UNKNOWN, False), (grpc.StatusCode.NOT_FOUND, True)],
+)
+async def test_a_plugin_is_shown_a_prompt_of_the_table_and_may_not_like_what_is_made_up(
+    tmp_path: Path, code: grpc.StatusCode, refused: bool
+) -> None:
+    (tmp_path / "chat.jsonl").write_text('{"question": [{"role": "user", "content": "1+1?"}]}\n')
+    tables = {"train": {"source": str(tmp_path / "chat.jsonl"), "prompt_key": "question"}}
+    async with serving(Judge(code)) as address:
+        url = f"grpc://{address}"
+        config = write_config(tmp_path, "127.0.0.1:1", rewards={"default": url}, filter=url, tables=tables)
+        assert (await dry_run(config))[0] == (2 if refused else 0)
+
+
+async def test_a_reward_that_breaks_while_it_is_loaded_may_be_started_again(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "127.0.0.1:1")
+    (tmp_path / "reward.py").write_text("import os\nos._exit(3)\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vime_client.worker", "--config", str(config)), stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert "reward.py:score cannot be loaded: the reward process ended with exit code 3" in err.decode()
 
 
 @pytest.mark.parametrize(

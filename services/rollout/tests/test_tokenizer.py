@@ -88,6 +88,7 @@ def test_the_longest_token_bounds_what_a_context_can_hold() -> None:
 
 
 TALKATIVE = (
+    "{% set ns = namespace(n=0) %}"
     "{% generation %}{{ bos_token }}{% for m in messages %}{% if loop.index > limit|default(9) %}{% break %}{% endif %}"
     "{{ m['content'] }}{% endfor %}{% endgeneration %}{% if enable_thinking %}<think>{% endif %}{{ tools|tojson }}"
 )
@@ -104,7 +105,7 @@ def test_template_arguments_are_data_that_the_template_reads() -> None:
     [
         (
             {"chat_template": "7{{ 3*3 }}"},
-            "no argument 'chat_template', it has: add_generation_prompt, continue_final_",
+            "no argument 'chat_template', it has: add_gen[a-z_]+, continue_final_message, enable_thinking, limit$",
         ),
         ({"tools": [1]}, "no argument 'tools'"),
         ({"messages": []}, "no argument 'messages'"),

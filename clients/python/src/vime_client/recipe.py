@@ -85,6 +85,12 @@ class SourceSection(ConfigModel):
 
     path: RecipePath
     """JSONL file of prompts."""
+    prompt_key: str = "prompt"
+    """Key of the record that holds the prompt."""
+    required_keys: list[str] = Field(default=[])
+    """Keys that every record must have."""
+    limit: int = Field(default=0, ge=0)
+    """Use at most this many records, from the start; 0: all."""
 
     @field_validator("path")
     @classmethod

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vime_client.config_loading import Key, nearest_of
+from vime_client.model_config import has_experts, longest_context, read_model
 from vime_rollout.config import VllmConfig
 from vime_service.devices import cuda_devices
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's attention on CPU (`vllm/v1/attention/backends/cpu_attn.py`)."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def installed_for() -> str:
@@ -38,7 +37,7 @@ def engine_problems(config: VllmConfig) -> Iterator[tuple[Key, str]]:
                 yield ("args", name), f"vLLM has no such engine argument; {_near(name, known)}"
         yield from _device_problems(config)
     device = installed_for() if config.device == "auto" else config.device
-    yield from _model_problems(config, device, _model(Path(config.model)))
+    yield from _model_problems(config, device, read_model(Path(config.model)))
 
 
 def vllm_folder() -> Path | None:
@@ -89,22 +88,8 @@ def _model_problems(config: VllmConfig, device: str, model: dict[str, Any]) -> I
             ("tensor_parallel_size",),
             f"{config.tensor_parallel_size} does not divide the model's {heads} attention heads",
         )
-    limit, scaled = model.get("max_position_embeddings"), model.get("rope_scaling") or _scaled(model)
-    if isinstance(limit, int) and config.max_model_len is not None and config.max_model_len > limit and not scaled:
+    limit = longest_context(model)
+    if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         yield ("max_model_len",), f"{config.max_model_len} exceeds the model's max_position_embeddings, {limit}"
-    if config.return_routes and model.get("architectures") and not any(model.get(name) for name in _EXPERTS):
+    if config.return_routes and model.get("architectures") and not has_experts(model):
         yield ("return_routes",), f"true, and the model {config.model} has no experts; leave it out"
-
-
-def _scaled(model: dict[str, Any]) -> bool:
-    rope = model.get("rope_parameters")
-    return isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
-
-
-def _model(folder: Path) -> dict[str, Any]:
-    """The model's config.json; empty for a name on a hub."""
-    try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vime_client.config_loading import Key
+from vime_client.model_config import has_experts, longest_context, read_model
 from vime_client.recipe import Recipe, TableSection
 from vime_client.worker.demonstrations import SFT_TABLE
 
@@ -25,14 +25,13 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _DEFAULT_ESTIMATOR = "grpo"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 Problem = tuple[Key, str]
 
 
 def cross_problems(recipe: Recipe) -> Iterator[Problem]:
     """What cannot work or does nothing in the recipe as a whole: the key to change, and a sentence."""
-    model = _model(recipe.model.path)
+    model = read_model(recipe.model.path)
     yield from _batches(recipe)
     yield from _routes(recipe, model)
     yield from _lengths(recipe, model)
@@ -85,7 +84,7 @@ def _routes(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
     """Routing traces: the table asks for them, the engine returns them, the trainer replays them."""
     if not model.get("architectures"):
         return
-    moe = any(_int(model.get(name)) for name in _EXPERTS)
+    moe = has_experts(model)
     returned = recipe.told("rollout", "vllm", "return_routes")
     for name, table in recipe.tables.items():
         key: Key = ("tables", name, "require_routes")
@@ -110,7 +109,7 @@ def _lengths(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
     if context is None:
         context, source = _int(recipe.told("rollout", "vllm", "max_model_len")), "rollout.vllm.max_model_len"
     if context is None:
-        context, source = _int(model.get("max_position_embeddings")), "the model's max_position_embeddings"
+        context, source = longest_context(model), "the model's max_position_embeddings"
     for name, table in recipe.tables.items():
         budget = _int(_sampling(table, "max_tokens"))
         if budget and context and budget >= context:
@@ -175,24 +174,14 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _model(folder: Path) -> dict[str, Any]:
-    """The model's config.json; empty where it cannot be read, which the trainer says."""
-    try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}
-
-
 def _first_prompt(table: TableSection) -> Any:
     """The prompt of the first record; None where there is none that can be read, which the buffer says."""
-    key = (table.source.model_extra or {}).get("prompt_key", "prompt")
     try:
         with table.source.path.open(encoding="utf-8") as file:
             record = json.loads(next((line for line in file if line.strip()), "null"))
     except (OSError, ValueError):
         return None
-    return record.get(key) if isinstance(record, dict) else None
+    return record.get(table.source.prompt_key) if isinstance(record, dict) else None
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -32,6 +32,10 @@ class PoolClosed(Exception):
     """The pool was closed, or can start no more processes."""
 
 
+class LoadBroken(FunctionError):
+    """The process that loads a function ended or takes too long: the next one may not, whatever is written."""
+
+
 class RewardPool:
     """Runs users' functions in `processes` children.
 
@@ -181,7 +185,7 @@ class RewardPool:
             except (TimeoutError, ProcessDied) as error:
                 await self._replace(process)
                 why = str(error) or f"took longer than {LOAD_SECONDS:.0f} s"
-                raise FunctionError(f"{spec} cannot be loaded: {why}") from error
+                raise LoadBroken(f"{spec} cannot be loaded: {why}") from error
             if "error" in answer:
                 raise FunctionError(answer["error"])
             process.loaded[str(spec)] = answer

@@ -38,7 +38,7 @@ def run(config: WorkerConfig) -> int:
     from vime_client.logs import setup_logging
     from vime_client.parent_watch import die_with_parent
     from vime_client.rewards.functions import FunctionError
-    from vime_client.rewards.pool import PoolClosed
+    from vime_client.rewards.pool import LoadBroken, PoolClosed
     from vime_client.telemetry import setup_telemetry
     from vime_client.worker.worker import BufferAway
 
@@ -51,10 +51,10 @@ def run(config: WorkerConfig) -> int:
         die_with_parent(config.parent_pid)
     try:
         asyncio.run(_work(config.worker))
+    except (RpcError, BufferAway, PoolClosed, LoadBroken, OSError) as error:
+        return _say(str(error), code=EXIT_FAILED)
     except (ChannelError, FunctionError) as error:
         return _say(str(error), code=EXIT_CONFIG)
-    except (RpcError, BufferAway, PoolClosed, OSError) as error:
-        return _say(str(error), code=EXIT_FAILED)
     finally:
         telemetry.shutdown()
     return 0

@@ -28,6 +28,12 @@ class WorkerTable(ConfigModel):
     """Name of the table's reward."""
     source: Path | None = None
     """JSONL file of its records, where this machine has it: the rewards are checked against it before the start."""
+    prompt_key: str = "prompt"
+    """Key of the prompt in them."""
+    required_keys: list[str] = Field(default=[])
+    """Keys that they all have: one without is the buffer's to refuse, or to skip."""
+    limit: int = Field(default=0, ge=0)
+    """How many of them are used, from the start; 0: all."""
     require_routes: bool = False
     """Ask the engine for routing traces."""
     generation_timeout_s: Seconds = 50.0
@@ -100,6 +106,9 @@ def worker_settings(
         name: WorkerTable(
             reward=table.reward or "default",
             source=table.source.path,
+            prompt_key=table.source.prompt_key,
+            required_keys=table.source.required_keys,
+            limit=table.source.limit,
             require_routes=table.require_routes,
             generation_timeout_s=table.generation_deadline,
         )

@@ -73,7 +73,7 @@ class HfTokenizer:
             read = meta.find_undeclared_variables(parser.parse(self._template()))
         except TemplateError as error:
             raise ValueError(f"the chat template is none: {error}") from error
-        return frozenset(read - _OURS - self._tokenizer.special_tokens_map.keys()) | _FLAGS
+        return frozenset(read - _OURS - parser.globals.keys() - self._tokenizer.special_tokens_map.keys()) | _FLAGS
 
     def chat_template_digest(self) -> str:
         """See `Tokenizer.chat_template_digest`."""
