@@ -100,6 +100,12 @@ def test_secrets_are_starred_out_of_messages_fields_and_stacks(lines: Any) -> No
     assert lines()[0]["fields"]["note"] == "password=[redacted], ok"
 
 
+@pytest.mark.parametrize("part", ["a-", "a.", "a+", "x%"])
+def test_text_without_blanks_takes_time_by_its_length_not_its_square(part: str) -> None:
+    text = part * 150_000
+    assert redact(text) == text
+
+
 def test_what_only_looks_like_a_secret_stays(lines: Any) -> None:
     log.info("max_tokens = 5, token ids follow", first_token=3, prompt_token_ids=[1, 2], max_tokens=5)
     assert lines()[0]["fields"] == {"first_token": 3, "prompt_token_ids": [1, 2], "max_tokens": 5}

@@ -19,10 +19,11 @@ _SECRET = re.compile(
 _NOT_SECRET = re.compile(
     r"(^|_)(first|last|next_page|bos|eos|pad|unk|cls|sep|mask|stop|start|end|image|audio|video)_token$", re.IGNORECASE
 )
-# user:password@ after a scheme, or before host:port without one; values of telling names in a query.
+# user:password@ after a scheme, or before host:port without one; values of telling names in a query. Every name begins
+# where no character of one stands before it, or is bounded: long texts of such characters take time by their square.
 _IN_ADDRESS = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>]+@"
-    r"|(?<![\w/@.])[\w.%+-]+:[^\s/@:\"']+@(?=[\w.-]+:\d)"
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]{0,31}://)[^\s/?#\"'<>]+@"
+    r"|(?<![\w/@.%+-])[\w.%+-]+:[^\s/@:\"']+@(?=[\w.-]+:\d)"
     r"|(?P<name>[?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s\"'<>]+",
     re.IGNORECASE,
 )
