@@ -25,6 +25,7 @@ from vime_client.driver.display import Lines, Panel, sparkline
 from vime_client.driver.failures import Failures
 from vime_client.driver.folder import FolderRefused, open_folder, ports_of, read_run
 from vime_client.driver.progress import Progress
+from vime_client.driver.record import write_record
 from vime_client.driver.run import RunOptions, _conclude
 from vime_client.driver.run import run as drive
 from vime_client.driver.status import NothingKnown, print_status
@@ -375,7 +376,16 @@ def test_a_resume_with_other_settings_keeps_the_record_of_those_before(
     assert said == f"changed since the last start: {change} (before: config.1.toml)\n"
     lrs = [load_recipe(folder / name).trainer["engine"]["optimizer"]["lr"] for name in ("config.toml", "config.1.toml")]
     assert lrs == [2e-4, 1e-5]
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
     record = (folder / "config.toml").read_text()
+    before = load_recipe(folder / "config.1.toml")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_record(before, folder, "")
+    assert (folder / "config.toml").read_text() == record  # the run can still be resumed from its folder
     assert "# trainer: trainer.faults.max_restarts = 5\n" in record  # a default of the service, which nobody wrote
     assert "# trainer: trainer.steps" not in record
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -21,11 +22,12 @@ import pytest
 from vime.trainer.v1 import trainer_service_pb2 as pb
 from vime_client.causes import cause_in, cause_of_end
 from vime_client.clock import ManualClock, MonotonicClock
-from vime_client.launcher import client, patience, supervisor
+from vime_client.launcher import client, keeper, patience, supervisor
 from vime_client.launcher.client import LauncherError, is_running, start_supervisor, stop_supervisor
 from vime_client.launcher.loop_watch import LoopEnd, watch_loop
 from vime_client.launcher.plan import ServicePlan, load_plan
 from vime_client.launcher.ports import PortBusy, all_free, choose_ports
+from vime_client.launcher.process import _children
 from vime_client.launcher.restarts import Restarts
 from vime_client.launcher.state import RunState, hold, read_state
 from vime_client.testing import FakeTrainer, serving
@@ -321,16 +323,46 @@ def test_patience_counts_what_is_done_and_not_how_long_it_takes(monkeypatch: pyt
 
 
 def test_what_a_process_and_its_children_do_is_seen() -> None:
-    code = "import time\nwhile time.process_time() < 0.7: pass\nprint('done', flush=True)\ninput()"
+    name = b"caf\xc3"  # a name of 15 bytes at most, cut within a character
+    named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\n"
+    code = named + "while time.process_time() < 0.7: pass\nprint('done', flush=True)\ninput()"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         seen = patience._effort([process.pid])
+        assert len(list(_children(process.pid))) == 1
         process.communicate("\n")
     assert seen >= 0.7
     assert patience._effort([process.pid]) == 0.0
+
+
+async def test_one_probe_missed_after_a_long_and_quiet_start_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = dummy(tmp_path, "a")
+    make_plan(tmp_path, [service], ready_timeout_s=180.0)
+    clock, answers, killed = ManualClock(), iter([*[True] * 200, False, True]), list[str]()
+    monkeypatch.setattr(patience, "_effort", lambda _: 0.0)
+    kept = keeper.Keeper(service, load_plan(tmp_path), {}, clock)
+
+    async def alive() -> bool:
+        return next(answers)
+
+    async def ready() -> bool:
+        return False
+
+    monkeypatch.setattr(kept, "_questions", lambda: (alive, ready))
+    process = SimpleNamespace(pid=1, kill=lambda: killed.append("killed"))
+    watch = asyncio.create_task(kept._watch_for_silence(process))  # type: ignore[arg-type]
+    for _ in range(202):
+        await asyncio.sleep(0)
+        clock.advance(2.0)
+        await asyncio.sleep(0)
+    watch.cancel()
+    assert next(answers, None) is None
+    assert killed == []
 
 
 def test_a_busy_port_is_named_with_its_service() -> None:
@@ -379,6 +411,17 @@ Traceback (most recent call last):
 pydantic_core.ValidationError: 1 validation error for VllmConfig
   Value error, head_dim is missing [type=value_error]
 """
+GROUP = """
+  + Exception Group Traceback (most recent call last):
+  |   File "x.py", line 1, in f
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "x.py", line 1, in g
+    | ValueError: inner
+    +------------------------------------
+03:00:00 INFO    buffer: 3 samples were served
+"""
 
 
 @pytest.mark.parametrize(
@@ -389,6 +432,7 @@ pydantic_core.ValidationError: 1 validation error for VllmConfig
         ("", "it wrote nothing"),
         (ENGINE, "ValueError: Head size 24 is not supported by CPU attention"),
         (STACKS, "pydantic_core.ValidationError: 1 validation error for VllmConfig Value error, head_dim is missing "),
+        (GROUP, "ValueError: inner"),
         ("vime-buffer: train.jsonl: line 7: bad\n03:00:00 WARNING buffer: x", "train.jsonl: line 7: bad"),
         ("03:00:00 ERROR   worker: no tokens  (a=1)\nhook failed, ignored", "no tokens  (a=1)"),
         ("OSError: http://user:PASS@host:1 is away", "OSError: http://[redacted]@host:1 is away"),
@@ -400,7 +444,10 @@ def test_the_cause_of_an_end_is_its_own_last_word_on_it(log: str, cause: str) ->
 
 def test_what_was_killed_says_nothing_of_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("Traceback (most recent call last):\nValueError: long ago\nFutureWarning: x is old\n")
+    log.write_text(
+        "Traceback (most recent call last):\nValueError: long ago\nFutureWarning: x is old\n"
+        "03:00:00 INFO    rollout: samples were aborted by an update\n"
+    )
     assert cause_of_end(log, -signal.SIGKILL).startswith("killed from outside")
     assert cause_of_end(log, -signal.SIGSEGV) == "its log says nothing of it"
     log.write_text("FutureWarning: x\nFatal Python error: Segmentation fault\n  File x\n")

@@ -17,11 +17,13 @@ _PREFIX = re.compile(
     r"^(?:\([\w.]+ pid=\d+\)\s?)?(?:\[rank\d+\]:\s?)?"
     r"(?:(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?"
 )
+# What Python sets before the lines of a group of exceptions, and between its members.
+_MARGIN = re.compile(r"^ +[|+](?:-[-+]*(?: \d+ -+)?| ?)")
 _TRACE = "Traceback (most recent call last):"
 _SENTENCE = re.compile(r"^vime-[\w-]+: (?P<text>.+)")
 _ERROR_LINE = re.compile(r"^\d\d:\d\d:\d\d (?:ERROR|CRITICAL)\s+[\w-]+: (?P<text>.+)")
 _BARE = re.compile(r"^(?P<text>[\w.]*(?:Error|Exception): .+)")
-_FATAL = re.compile(r"fatal|terminate called|assertion|segmentation|abort", re.IGNORECASE)
+_FATAL = re.compile(r"Fatal|FATAL|fatal error|terminate called|[Aa]ssertion|Segmentation|Aborted")
 # Lines that only point to the cause.
 _REFERRAL = re.compile(
     r"root cause|stack ?trace|see (?:the )?(?:above|log|error)|Failed core proc|Engine core init|EngineDeadError|"
@@ -84,11 +86,13 @@ def cause_in(lines: Iterable[str], *, crashed: bool = False) -> str:
 
 def _exceptions(lines: list[str]) -> Iterator[tuple[int, str]]:
     """The line that ends each stack, with its place."""
-    inside = False
-    for number, line in enumerate(lines):
-        if line.lstrip(" |+").startswith(_TRACE):
+    inside = group = False
+    for number, raw in enumerate(lines):
+        group = raw[0].isspace() and (group or "+ Exception Group Traceback" in raw)
+        line = _MARGIN.sub("", raw) if group else raw
+        if line.endswith(_TRACE):
             inside = True
-        elif inside and not line[0].isspace():
+        elif inside and line and not line[0].isspace():
             inside = False
             # Some say in the first line only that there is more: "1 validation error for VllmConfig".
             more = lines[number + 1 : number + 3] if line.endswith(":") or " validation error" in line else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,10 +29,12 @@ def write_record(recipe: Recipe, run_dir: Path, defaults: str) -> str:
     said = ""
     if changes:
         kept = _next(path)
-        path.rename(kept)
+        shutil.copyfile(path, kept)
         more = f" and {len(changes) - _TOLD_CHANGES} more" if len(changes) > _TOLD_CHANGES else ""
         said = f"changed since the last start: {', '.join(changes[:_TOLD_CHANGES])}{more} (before: {kept.name})"
-    path.write_text(text + defaults, encoding="utf-8")
+    new = path.with_suffix(".new")  # a run folder is resumed from this file: it is there and whole at every moment
+    new.write_text(text + defaults, encoding="utf-8")
+    new.replace(path)
     write_private(run_dir / _PRIVATE, to_toml(recipe, secrets=True))
     return said
 

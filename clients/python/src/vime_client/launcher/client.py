@@ -114,6 +114,6 @@ def _exists(pid: int) -> bool:
 def _is_zombie(pid: int) -> bool:
     """True for a process that ended and whose parent, a driver that still lives, has not looked yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
     except (FileNotFoundError, ProcessLookupError):
         return False

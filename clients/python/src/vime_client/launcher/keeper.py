@@ -132,7 +132,7 @@ class Keeper:
         while True:
             await self._clock.sleep(min(_PROBE_S, self._hang_s / 4))
             if await alive():
-                heard = self._clock.now()
+                heard, starts = self._clock.now(), Patience(starts.idle_s, self._clock)
                 if not self.state.ready and await ready():
                     self.set_ready()
             elif self._clock.now() - heard > self._hang_s if self.state.ready else starts.is_over([process.pid]):

@@ -86,7 +86,7 @@ def _effort(pids: Iterable[int]) -> float:
 def _processes() -> Iterator[tuple[int, int, float]]:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = entry.read_text().rpartition(")")[2].split()
+            fields = entry.read_bytes().rpartition(b")")[2].split()  # a name may be cut within a character
         except (FileNotFoundError, ProcessLookupError):
             continue
         # utime, stime, and those of children that ended

@@ -109,7 +109,7 @@ def _children(parent: int) -> Iterator[int]:
     """Direct children, from /proc."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = entry.read_text().rpartition(")")[2].split()
+            fields = entry.read_bytes().rpartition(b")")[2].split()  # a name may be cut within a character
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == parent:
