@@ -89,6 +89,21 @@ def test_tables_may_shrink_together(ledger_dir):
         Desk(ledger_dir / "ledger", tables(1500, "unscored", "train", "sft"), max_bytes=4000)
 
 
+def test_a_ledger_that_has_settings_without_effect_goes_on_without_them(make_desk):
+    desk = make_desk(eval_prompts=2)
+    old = {
+        "train": {"eval_hold": False, "max_evictions": 5},
+        "eval/heldout": {"publish_interval": 3, "max_evictions": 5},
+    }
+    for name, idle in old.items():
+        stored = desk.ledger.table(name).settings.model_copy(update=idle).model_dump_json()
+        values = ("UPDATE tables SET settings = ? WHERE name = ?", stored, name)
+        desk.call(lambda ledger, values=values: ledger.db.run(*values))
+    desk.close()
+    desk = make_desk(eval_prompts=2)
+    assert desk.ledger.table("train").settings.eval_hold
+
+
 def test_another_seed_is_refused(make_desk):
     make_desk().close()
     with pytest.raises(FailedPrecondition, match="begun with seed 7, not 8"):

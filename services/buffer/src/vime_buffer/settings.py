@@ -191,8 +191,9 @@ class TableSettings(ConfigModel):
 
     @classmethod
     def stored(cls, text: str) -> TableSettings:
-        """Settings from the ledger, which may have been begun before there was a setting."""
-        return cls.model_validate_json(text).filled()
+        """Settings from the ledger, which may be older than a setting, or than the refusal of one that does nothing."""
+        table = cls.model_validate_json(text)
+        return table.model_copy(update={field: _default(field) for field in _idle(table)}).filled()
 
     def at(self, path: Path) -> TableSettings:
         """The same table with its source at `path`."""
@@ -217,6 +218,17 @@ def _default(field: str) -> object:
     return TableSettings.model_fields[field].get_default()
 
 
+def _idle(table: TableSettings) -> dict[str, str]:
+    """Settings that do nothing on this table, and why."""
+    if table.is_eval:
+        scheduling = ("groups_per_step", "max_staleness", "publish_interval", "selector", "max_evictions", "capacity")
+        return dict.fromkeys((*scheduling, *BOUNDS_IN_A_ROW), "eval tables have no admission rule")
+    idle = dict.fromkeys(("eval_interval", "eval_hold"), "it is for eval tables")
+    if table.selector != "ready_first":
+        idle["max_evictions"] = f"selector {table.selector} evicts nothing; only ready_first does"
+    return idle
+
+
 def check_table(table: TableSettings) -> None:
     """Refuse what cannot work, with both numbers.
 
@@ -226,6 +238,12 @@ def check_table(table: TableSettings) -> None:
         InexactSampling: the trainer could not reproduce the logprobs.
     """
     _check_size(table)
+    for field, why in _idle(table).items():
+        value = getattr(table, field)
+        if value != _default(field):
+            raise InvalidArgument(
+                f'table "{table.name}": {field} {value} has no effect: {why}', field=field, value=value
+            )
     if table.is_eval:
         _check_eval(table)
     else:
@@ -267,15 +285,6 @@ def _check_size(table: TableSettings) -> None:
 def _check_train(table: TableSettings) -> None:
     if table.groups_per_step < 1:
         raise InvalidArgument(f'table "{table.name}": groups_per_step must be set', field="groups_per_step", value=0)
-    only = {"eval_interval": "it is for eval tables", "eval_hold": "it is for eval tables"}
-    if table.selector != "ready_first":
-        only["max_evictions"] = f"selector {table.selector} evicts nothing; only ready_first does"
-    for field, why in only.items():
-        value = getattr(table, field)
-        if value != _default(field):
-            raise InvalidArgument(
-                f'table "{table.name}": {field} {value} has no effect: {why}', field=field, value=value
-            )
     capacity = table.capacity or (table.max_staleness + 1) * table.groups_per_step
     if table.groups_per_step > capacity:
         raise ImpossibleConfig(
@@ -296,15 +305,6 @@ def _check_train(table: TableSettings) -> None:
 
 
 def _check_eval(table: TableSettings) -> None:
-    scheduling = ("groups_per_step", "max_staleness", "publish_interval", "selector", "max_evictions", "capacity")
-    for field in (*scheduling, *BOUNDS_IN_A_ROW):
-        value = getattr(table, field)
-        if value != _default(field):
-            raise InvalidArgument(
-                f'table "{table.name}": {field} {value} has no effect: eval tables have no admission rule',
-                field=field,
-                value=value,
-            )
     if table.source.epochs > 1:
         raise InvalidArgument(
             f'table "{table.name}": source.epochs {table.source.epochs} has no effect: '
