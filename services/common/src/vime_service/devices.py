@@ -18,11 +18,12 @@ _TIMEOUT_S = 60.0
 def cuda_devices() -> int:
     """CUDA devices that this process may use, as its driver says; 0 without a driver.
 
-    Asked in a process of its own: one that has initialised CUDA cannot fork any more.
+    Asked in a process of its own: one that has initialised CUDA cannot fork any more. It takes no module from the
+    current folder.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return 0
