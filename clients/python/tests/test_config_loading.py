@@ -182,3 +182,7 @@ def test_every_setting_is_described_with_its_default() -> None:
     lines = list(describe(Recipe))
     assert "steps (int, default 10)  How many steps to train." in lines
     assert "optimizer.learning_rate (float, default 0.001)  Step size." in lines
+
+
+def test_text_that_looks_like_a_number_is_asked_for_in_quotes() -> None:
+    assert "--set: name: must be text, in quotes, got 4 (int)" in _problems(None, "name=4")

@@ -113,13 +113,17 @@ async def test_a_device_given_away_ends_what_runs_and_comes_back_with_the_same_w
     assert (await waiting)[0].end.spans == (VersionSpan(0, version(1)),)
 
 
-@pytest.mark.parametrize("end", ["commit", "a commit that fails", "abort", "resume"])
+@pytest.mark.parametrize(
+    "end", ["commit", "a commit that fails", "a commit that cannot pause", "abort", "resume", "nobody", "given again"]
+)
 async def test_a_device_taken_back_for_an_update_wakes_no_kv_before_the_new_weights_are_loaded(
     fake_stack: Stack, control: Control, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     engine, calls = fake_stack.engine, list[str]()
     await fake_stack.publish(1, A)
     await control.give_device(ME)
+    if end == "nobody":
+        monkeypatch.setattr("vime_rollout.control._YIELD_SECONDS", 0.05)
     await fake_stack.stage(manifest_of(2, B), B)
     wake, resume, load = engine.wake, engine.resume, engine.load_weights
 
@@ -135,7 +139,12 @@ async def test_a_device_taken_back_for_an_update_wakes_no_kv_before_the_new_weig
         calls.append("load")
         return await load(*args)
 
+    async def slept() -> int:
+        calls.append("sleep")
+        return 0
+
     monkeypatch.setattr(engine, "wake", woken)
+    monkeypatch.setattr(engine, "sleep", slept)
     monkeypatch.setattr(engine, "resume", resumed)
     monkeypatch.setattr(engine, "load_weights", loaded)
     await control.take_device(ME)
@@ -146,6 +155,23 @@ async def test_a_device_taken_back_for_an_update_wakes_no_kv_before_the_new_weig
         await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
         assert calls[:4] == ["weights", "load", "kv_cache", "resume"]
         assert (await waiting)[0].end.spans == (VersionSpan(0, version(2)),)
+    elif end == "a commit that cannot pause":
+
+        async def stuck(mode: PauseMode) -> None:
+            raise EngineError("it does not stand still")
+
+        monkeypatch.setattr(engine, "pause", stuck)
+        with pytest.raises(EngineFailed):
+            await fake_stack.updater.commit(version(2), [], 0, PauseMode.KEEP)
+        assert (calls, len(await waiting)) == (["weights", "kv_cache", "resume"], 1)
+    elif end == "given again":  # all of it sleeps, or none
+        await control.give_device(ME)
+        assert calls == ["weights", "kv_cache", "sleep"]
+        await control.resume(ME)
+        assert (calls[3:], len(await waiting)) == (["all", "resume"], 1)
+    elif end == "nobody":  # its owner vanished
+        assert len(await waiting) == 1
+        assert calls == ["weights", "kv_cache", "resume"]
     elif end == "a commit that fails":
         assert isinstance(engine, FakeEngine)
         engine.fail_next_load = "broken"

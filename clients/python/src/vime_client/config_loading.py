@@ -276,6 +276,7 @@ _LEAKS = {
     "model_type": "must be a table",
     "model_attributes_type": "must be a table",
     "dict_type": "must be a table",
+    "string_type": "must be text, in quotes",
     "list_type": "must be a list",
     "tuple_type": "must be a list",
     "union_tag_not_found": "must be a table that has {discriminator}",
