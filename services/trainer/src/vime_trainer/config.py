@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -122,6 +123,14 @@ class TrainerSettings(ConfigModel):
 
     faults: FaultConfig = FaultConfig()
     """Bounds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_seed(cls, given: Any) -> Any:
+        """Here and not where it is read: the ranks read a dump, in which nothing is unset."""
+        if isinstance(given, dict) and isinstance(engine := given.get("engine", {}), dict) and "seed" in given:
+            return given | {"engine": {"seed": given["seed"]} | engine}
+        return given
 
     @model_validator(mode="after")
     def _model_is_known(self) -> TrainerSettings:

@@ -53,8 +53,6 @@ class Commands:
             "keep_reference": needs_reference(algorithm),
             "reference_refresh_interval": algorithm.reference_refresh_interval,
         }
-        if "seed" not in settings.engine.model_fields_set:
-            changes["seed"] = settings.seed
         if algorithm.objective == "sft":
             changes["routing_replay"] = False  # a demonstration was not generated, so it has no routes
         config = settings.engine.model_copy(update=changes)
