@@ -189,7 +189,7 @@ from vime_trainer.algorithms.losses import PolicyLossConfig
 from vime_trainer.engine import distributed
 from vime_trainer.engine.config import EngineConfig, OptimizerConfig
 from vime_trainer.engine.engine import Engine
-from vime_trainer.engine.errors import CheckpointError
+from vime_trainer.engine.errors import EngineError
 from vime_trainer.engine.objective import PolicyLoss
 from vime_trainer.engine.sample import per_token
 

@@ -126,6 +126,22 @@ def test_a_step_that_the_policy_skips_does_not_change_the_critic_either(model: P
     assert held.critic.batches == 1
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_values_that_are_not_finite_skip_the_step_and_change_nothing(model: Path, warmup: int) -> None:
+    algorithm = AlgorithmConfig(estimator="ppo", critic=CriticConfig(lr=3e-3, warmup_steps=warmup))
+    held = engine(model, algorithm)
+    assert held.critic is not None
+    bias = held.critic._module.get_parameter("output_layer.bias")
+    for value, skipped in ((float("inf"), True), (0.0, False)):
+        with torch.no_grad():
+            bias.fill_(value)
+        before = weights(held)
+        result = run(BatchTraining(held, algorithm), batch())
+        assert (result.skipped, held.critic.batches) == (skipped, int(not skipped))
+        assert bool(result.trained_samples) is not skipped
+        assert not (skipped and changed(before, held))
+
+
 def test_values_learn_what_the_reward_depends_on(model: Path) -> None:
     algorithm = AlgorithmConfig(
         estimator="ppo", critic=CriticConfig(lr=3e-3, value_clip=0, warmup_steps=1000, epochs=4)

@@ -61,8 +61,8 @@ class Checkpointer:
     def save(self, store: Store, step: int, state: dict[str, Any]) -> Committed:
         """Commit a checkpoint of `step` and prune. `state` is the caller's, JSON; rank 0's counts.
 
-        Raises CheckpointError on every rank if any rank could not write, or if a weight is not finite: the former
-        checkpoint then stays the latest.
+        Raises CheckpointError on a rank that could not write or holds a weight that is not finite, PeerFailed on the
+        others: the former checkpoint then stays the latest.
         """
         rank = data_parallel_rank()
         token = str(self._pid_of_rank_0())
@@ -79,7 +79,7 @@ class Checkpointer:
             self._together(f"create {work}", lambda: store.begin(step, token), only_rank_0=True)
             self._together(f"write {work}", lambda: self._write(work, rank))
             self._together(f"commit {work}", lambda: store.commit(work, step, facts), only_rank_0=True)
-        except CheckpointError:
+        except (CheckpointError, PeerFailed):
             if rank == 0:
                 store.abandon(work)
             raise
@@ -129,11 +129,9 @@ class Checkpointer:
         save_file(_generators(), work / f"generators.rank{rank:05d}.safetensors")
 
     def _together(self, what: str, action: Callable[[], object], only_rank_0: bool = False) -> None:
-        """Run `action`; if it failed on any rank, every rank raises, so that none waits for another for ever."""
+        """`distributed.together`, with what can go wrong with files as a CheckpointError."""
         try:
             (distributed.rank_0_alone if only_rank_0 else distributed.together)(what, action)
-        except PeerFailed as error:
-            raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError, CheckpointError, ValueError, TypeError) as error:
             raise CheckpointError(f"could not {what}: {error}") from error
 

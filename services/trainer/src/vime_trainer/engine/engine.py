@@ -181,7 +181,8 @@ class Engine:
         """Commit weights, optimizer, schedule, generators and `state` (JSON, rank 0's) as the latest checkpoint of
         `root`.
 
-        Keeps the last `keep_last`. A failure leaves the former one the latest and raises CheckpointError everywhere.
+        Keeps the last `keep_last`. A failure leaves the former one the latest and raises CheckpointError where it
+        happened and PeerFailed elsewhere.
         """
         return self._checkpointer.save(Store(Path(root), keep_last), step, state)
 
