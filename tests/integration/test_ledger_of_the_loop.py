@@ -123,3 +123,10 @@ async def test_unusable_groups_are_made_again_answers_of_evals_are_read_and_the_
         assert kept.group_id == bad.group_id
         found = await ledger.harvest()
         assert (found.made, found.given_up, found.stored, found.groups_per_step) == (2, {}, 0, 2)
+        for attempt in (1, 2):
+            await ledger.quarantine(incarnation, 1, [Unusable(bad.group_id, attempt, "again")])
+            if attempt == 1:
+                await fill(client, "train", 1)
+                await ledger.lease_batch(incarnation, 1, 1.0)
+        found = await ledger.harvest()
+        assert (found.made, found.given_up) == (1, {"unusable": 1})

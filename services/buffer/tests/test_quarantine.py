@@ -82,6 +82,7 @@ def test_after_its_last_attempt_the_prompt_is_given_up_and_the_batch_goes_on_wit
     assert (dict(counts.dropped), counts.consumed, dict(counts.given_up)) == ({"unusable": 2}, 1, {})
     desk.begin(0)
     assert ids(desk.batch(1)) == [second]
+    assert desk.counts().prompts_unusable == 1  # also where the trainer resumes from before that
 
 
 def test_a_batch_of_which_nothing_is_left_is_chosen_anew(make_desk):

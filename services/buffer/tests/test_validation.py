@@ -43,7 +43,7 @@ def sample(index=0, *, prompt=4, response=3, **changes):
         sample_index=index,
         prompt_ids=range(1, prompt + 1),
         response_ids=range(response),
-        loss_mask_length=0,
+        loss_mask=(),
         logprobs=[-0.5] * response,
         spans=[Span(0, V)] if response else [],
         routes=None,
@@ -105,9 +105,16 @@ def test_zero_is_a_logprob():
     check_group(group(sample(logprobs=[0.0, -0.0, -1000.0])), RULES)
 
 
+def test_what_stands_at_a_masked_token_is_not_looked_at_as_in_training():
+    masked = {"logprobs": [-1.0, math.nan, math.inf], "loss_mask": [True, False, False]}
+    check_group(group(sample(**masked)), RULES)
+    masked["loss_mask"] = [True, False, True]
+    assert refusal(InvalidArgument, RULES, sample(**masked)).metadata["index"] == "2"
+
+
 def test_a_loss_mask_is_whole_or_absent():
-    check_group(group(sample(loss_mask_length=3)), RULES)
-    assert refusal(LengthMismatch, RULES, sample(loss_mask_length=2)).metadata["field"] == "samples[0].loss_mask"
+    check_group(group(sample(loss_mask=[True] * 3)), RULES)
+    assert refusal(LengthMismatch, RULES, sample(loss_mask=[True] * 2)).metadata["field"] == "samples[0].loss_mask"
 
 
 # ------------------------------------------------------------------ K04: prompt 4 ids, 3 new tokens: 6 rows

@@ -47,7 +47,8 @@ class SampleContent:
     sample_index: int
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    loss_mask_length: int
+    loss_mask: Sequence[bool]
+    """Empty: all true."""
     logprobs: Sequence[float]
     spans: Sequence[Span]
     routes: RouteTrace | None

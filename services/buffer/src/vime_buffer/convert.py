@@ -140,7 +140,7 @@ def _sample(sample: trajectory_pb.Sample) -> SampleContent:
         sample_index=sample.sample_index,
         prompt_ids=sample.prompt_token_ids,
         response_ids=sample.response_token_ids,
-        loss_mask_length=len(sample.loss_mask),
+        loss_mask=sample.loss_mask,
         logprobs=sample.rollout_logprobs,
         spans=[Span(span.first_token, version_from_proto(span.weight_version)) for span in sample.version_spans],
         routes=_routes(sample.routed_experts) if sample.HasField("routed_experts") else None,
@@ -281,6 +281,7 @@ def counts_to_proto(counts: Counts) -> table_pb.TableCounts:
         prompts_given_up=counts.given_up,
         payload_bytes=counts.payload_bytes,
         free_slots=counts.free_slots,
+        prompts_unusable=counts.prompts_unusable,
     )
 
 

@@ -45,7 +45,7 @@ def check_group(group: GroupContent, rules: GroupRules) -> GroupFacts:
         _check_lengths(sample, rules, where)
         if rules.model is not None:
             _check_tokens(sample, rules.model, where)
-        _check_logprobs(sample.logprobs, where)
+        _check_logprobs(sample, where)
         _check_spans(sample, rules, where)
         _check_reward(sample, rules, where)
         shape = _check_routing(sample, rules, where)
@@ -184,7 +184,7 @@ def _check_status(sample: SampleContent, where: str) -> None:
 
 
 def _check_lengths(sample: SampleContent, rules: GroupRules, where: str) -> None:
-    tokens, logprobs, mask = sample.response_tokens, len(sample.logprobs), sample.loss_mask_length
+    tokens, logprobs, mask = sample.response_tokens, len(sample.logprobs), len(sample.loss_mask)
     if logprobs != tokens and (rules.needs_logprobs or logprobs):
         raise LengthMismatch(
             f"{where} has {tokens} response_token_ids and {logprobs} rollout_logprobs",
@@ -201,10 +201,11 @@ def _check_lengths(sample: SampleContent, rules: GroupRules, where: str) -> None
         )
 
 
-def _check_logprobs(logprobs: Sequence[float], where: str) -> None:
-    """No sampler draws what has no measurable probability."""
-    values = np.asarray(logprobs, dtype=np.float64)
-    wrong = np.flatnonzero(~((values >= _LEAST_LOGPROB) & (values <= 0)))
+def _check_logprobs(sample: SampleContent, where: str) -> None:
+    """No sampler draws what has no measurable probability. What is masked was not sampled, and nobody reads it."""
+    values = np.asarray(sample.logprobs, dtype=np.float64)
+    fits = (values >= _LEAST_LOGPROB) & (values <= 0)
+    wrong = np.flatnonzero(~fits & np.asarray(sample.loss_mask, dtype=bool) if sample.loss_mask else ~fits)
     if not wrong.size:
         return
     index, value = int(wrong[0]), float(values[wrong[0]])

@@ -30,6 +30,7 @@ class Counts:
     given_up: Mapping[str, int]
     payload_bytes: int
     free_slots: int
+    prompts_unusable: int
 
     def broken_laws(self) -> dict[str, str]:
         """The numbers of each law that does not hold, by its name; none of them may ever be seen."""
@@ -133,6 +134,7 @@ def table_counts(db: Database, table_id: int, settings: TableSettings, unpublish
         given_up={reason: n for (kind, reason), n in events.items() if kind == "given_up"},
         payload_bytes=sum(int(row["b"] or 0) for row in rows),
         free_slots=free,
+        prompts_unusable=db.value("SELECT count(*) FROM quarantined WHERE table_id = ? AND given_up", table_id),
     )
 
 

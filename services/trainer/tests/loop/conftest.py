@@ -170,7 +170,7 @@ class FakeLedger:
         self.opened_from: list[tuple[int, int]] = []
         self.retained_at: int | None = None
         self.quarantined: list[tuple[int, Unusable]] = []
-        self.max_unusable, self.max_attempts = 4, 9
+        self.max_unusable = 4
         self.harvested = Harvest(made=100, given_up={}, stored=0, groups_per_step=2)
         self.always_full = False
         self.evals_end = True
@@ -199,11 +199,10 @@ class FakeLedger:
         attempt = sum(at == step for at, _ in self.quarantined)
         return Batch([Group(f"g{step}-{i}", 4, 40, 0, None, attempt) for i in range(2)])
 
-    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> int:
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
         self.quarantined += [(step, group) for group in groups]
         if len(self.quarantined) > self.max_unusable:
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "5 groups in a row", reason="WRONG_STATE")
-        return sum(group.attempt >= self.max_attempts - 1 for group in groups)
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool

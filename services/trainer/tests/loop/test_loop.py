@@ -428,18 +428,3 @@ async def test_the_answers_of_an_eval_round_are_written_for_people(build, make_l
         ("eval/x", step, prompt) for step in (0, 2) for prompt in ("0+1=", "1+1=")
     ]
     assert {"response", "reward", "time"} <= set(lines[0])
-
-
-async def test_prompts_given_up_because_their_groups_were_unusable_count_too_also_after_a_resume(
-    build, make_ledger, ranks
-):
-    ledger = make_ledger()
-    ledger.max_attempts, ledger.harvested = 1, Harvest(8, {}, 0, 2)
-    ranks.unusable = [{"g1-1": "expert 9"}]
-    loop = build(ledger, steps=2)
-    await loop.run()
-    told = "1 of 9 prompts were given up (unusable 1)"
-    assert (loop.status.state, told in loop.status.detail) == (State.INCOMPLETE, True)
-    again = build(ledger, steps=2, resume=Resume("/checkpoints/2", 2, 1))
-    await again.run()
-    assert told in again.status.detail

@@ -103,7 +103,7 @@ class GrpcLedger:
             detail=answer.detail,
         )
 
-    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> int:
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
         """See the port."""
         request = pb.QuarantineGroupsRequest(
             incarnation=incarnation,
@@ -114,10 +114,7 @@ class GrpcLedger:
                 for g in groups
             ],
         )
-        answer = await patiently(
-            "buffer.QuarantineGroups", lambda: self._batches.QuarantineGroups(request, timeout=_CALL_S)
-        )
-        return answer.given_up
+        await patiently("buffer.QuarantineGroups", lambda: self._batches.QuarantineGroups(request, timeout=_CALL_S))
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
@@ -197,9 +194,11 @@ class GrpcLedger:
         """See the port."""
         info = await self._info()
         counts = info.counts
+        lost = dict(counts.prompts_given_up) | {"unusable": counts.prompts_unusable}
         return Harvest(
-            made=counts.prompts_inserted - counts.groups_dropped["unusable"],  # each attempt was an insert
-            given_up={why: n for why, n in sorted(counts.prompts_given_up.items()) if n},
+            # each attempt was an insert, those that were made again, too
+            made=counts.groups_inserted - sum(counts.groups_evicted.values()) - counts.groups_dropped["unusable"],
+            given_up={why: n for why, n in sorted(lost.items()) if n},
             stored=counts.groups_stored,
             groups_per_step=info.config.groups_per_step,
         )

@@ -107,7 +107,6 @@ class TrainingLoop:
         self._saved_step = 0
         self._last_completion: _Completion | None = None
         self._saved_path = ""
-        self._unusable_given_up = 0
         self._wanted_save: asyncio.Future[tuple[int, str]] | None = None
 
     @property
@@ -162,12 +161,11 @@ class TrainingLoop:
         """What a loop that came to its end in good order did not do for want of prompts that were given up; empty if
         it did all that its data allowed."""
         found = await self._ledger.harvest()
-        given_up = found.given_up | ({"unusable": self._unusable_given_up} if self._unusable_given_up else {})
-        lost, limit = sum(given_up.values()), self._settings.faults.max_given_up_share
+        lost, limit = sum(found.given_up.values()), self._settings.faults.max_given_up_share
         prompts = lost + found.made
         if not lost:
             return ""
-        reasons = ", ".join(f"{why} {n}" for why, n in given_up.items())
+        reasons = ", ".join(f"{why} {n}" for why, n in found.given_up.items())
         told = f"{lost} of {prompts} prompts were given up ({reasons})"
         if lost > limit * prompts:
             return f"{told}, which is more than trainer.faults.max_given_up_share = {limit:g} of them"
@@ -208,7 +206,6 @@ class TrainingLoop:
         self._published_step = self._saved_step = self._trained_step = resume.step
         self._saved_path = resume.path or ""
         kept = loaded.state
-        self._unusable_given_up = int(kept.get("unusable_given_up", 0))
         self._last_completion = _Completion(resume.step, kept["trained"], None) if "trained" in kept else None
         await self._say(state=State.RUNNING, published=version, skipped_steps=int(kept.get("skipped_steps", 0)))
         return version
@@ -303,7 +300,7 @@ class TrainingLoop:
         await self._say(activity=f"step {step}: {len(unusable)} of {len(batch.groups)} groups cannot be trained")
         attempts = {group.group_id: group.attempt for group in batch.groups}
         groups = [Unusable(group_id, attempts[group_id], detail) for group_id, detail in unusable.items()]
-        self._unusable_given_up += await self._ledger.quarantine(policy.incarnation, step, groups)
+        await self._ledger.quarantine(policy.incarnation, step, groups)
 
     async def _train(self, step: int, batch: Batch, policy: Version) -> Trained:
         metrics = self._settings.metrics
@@ -349,7 +346,6 @@ class TrainingLoop:
         await self._say(activity=f"saving step {step}")
         state = {"run_id": version.run_id, "incarnation": version.incarnation, "step": step}
         state |= {"version_step": version.step, "skipped_steps": self._status.skipped_steps}
-        state |= {"unusable_given_up": self._unusable_given_up}
         if self._last_completion is not None:
             state["trained"] = self._last_completion.trained
         saved = await self._ranks.save(step, state, self._settings.checkpoint.export_hf or final)

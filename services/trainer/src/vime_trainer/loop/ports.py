@@ -71,7 +71,7 @@ class Harvest:
     made: int
     """Prompts whose group could be used."""
     given_up: dict[str, int]
-    """Prompts that no group was made of, by reason."""
+    """Prompts that no group was made of, or none that could be used (`unusable`), by reason."""
     stored: int
     """Groups that are ready and in no batch."""
     groups_per_step: int
@@ -100,10 +100,10 @@ class Ledger(Protocol):
 
     async def lease_batch(self, incarnation: int, step: int, wait_s: float) -> Batch: ...
 
-    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> int:
+    async def quarantine(self, incarnation: int, step: int, groups: Sequence[Unusable]) -> None:
         """Take groups out of the step's batch; their prompts are made again or given up. Asked for the same step, the
-        ledger then gives the batch once it is whole. Returns the prompts given up. Raises what ends the run when the
-        ledger has had enough of them."""
+        ledger then gives the batch once it is whole. Raises what ends the run when the ledger has had enough of
+        them."""
 
     async def complete_step(
         self, incarnation: int, step: int, *, trained: bool, published: Version | None, final: bool
