@@ -106,7 +106,7 @@ class Trainer:
 
     async def save_checkpoint(self) -> tuple[int, str]:
         """Step and path of a checkpoint after the step in hand. Raises FailedPrecondition if no loop runs to it."""
-        if self._loop is None or self._task is None or self._task.done():
+        if self._loop is None or self.status.state.ended:
             raise FailedPrecondition(
                 "no loop runs: a checkpoint belongs to one of its steps", state=self.status.state.name, wanted="RUNNING"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vime_trainer.algorithms.checks import same_shape
 from vime_trainer.algorithms.losses.correction import LOG_BOUND
-from vime_trainer.algorithms.masking import Mask, as_bool
+from vime_trainer.algorithms.masking import Mask
 from vime_trainer.algorithms.metrics import Averages, Metrics, as_mean
 
 
@@ -62,15 +62,14 @@ def mismatch_by_class(
     loss_mask_BT: Tensor,
     classes: Mapping[str, Tensor],
 ) -> Metrics:
-    """`train_rollout_logprob_abs_diff<class>` and `mismatch_kl<class>` (over tokens) for each bool [B] (or [B, T])
-    selection.
+    """`train_rollout_logprob_abs_diff<class>` and `mismatch_kl<class>` (over tokens) for each bool [B] selection.
 
     Used to tell the engine's own mismatch (one version, staleness 0) from off-policy drift (older, several versions).
     """
     metrics: Metrics = {}
     for name, chosen in classes.items():
-        chosen_BT = as_bool(loss_mask_BT) & (chosen if chosen.ndim == 2 else chosen[:, None])
-        found = mismatch_metrics(train_logprobs_BT, rollout_logprobs_BT, chosen_BT, over_tokens=True)
+        columns = (x[chosen] for x in (train_logprobs_BT, rollout_logprobs_BT, loss_mask_BT))
+        found = mismatch_metrics(*columns, over_tokens=True)
         for metric in ("train_rollout_logprob_abs_diff", "mismatch_kl"):
             metrics[f"{metric}{name}"] = found[metric]
     return metrics
