@@ -70,7 +70,7 @@ def _device_problems(config: VllmConfig) -> Iterator[tuple[Key, str]]:
         yield ("device",), f'"{config.device}", and the installed vLLM was built for {built}'
     elif built == "cuda":
         found = cuda_devices()
-        if found < config.tensor_parallel_size:
+        if found is not None and found < config.tensor_parallel_size:
             key = "device" if found == 0 else "tensor_parallel_size"
             yield (key,), f"the engine needs {config.tensor_parallel_size} CUDA devices, and this machine shows {found}"
 

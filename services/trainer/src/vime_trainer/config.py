@@ -188,7 +188,7 @@ class TrainerConfig(ServiceConfig):
             ranks, found = self.trainer.world_size, cuda_devices()
             if found == 0:
                 yield ("trainer", "engine", "device"), '"cuda", and this machine shows no CUDA device'
-            elif ranks > found:
+            elif found is not None and ranks > found:
                 yield (
                     ("trainer", "world_size"),
                     f"{ranks}: each rank needs a CUDA device, and there are {found} here",

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +41,12 @@ def print_tables(where: str, console: Console) -> None:
 
     async def read(buffer: BufferClient) -> tuple[list[TableInfo], list[QuarantinedGroup]]:
         infos = list((await buffer.tables()).values())
-        return infos, [group for info in infos for group in await buffer.quarantined(info.config.name)]
+        try:
+            return infos, [group for info in infos for group in await buffer.quarantined(info.config.name)]
+        except RpcError as error:
+            if error.code is not grpc.StatusCode.UNIMPLEMENTED:  # a buffer of 0.2.0 has no quarantine to show
+                raise
+            return infos, []
 
     infos, quarantined = _ask(where, read)
     for info in infos:
