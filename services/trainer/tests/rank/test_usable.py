@@ -102,6 +102,19 @@ def fork_of_the_other(sample: Sample) -> None:
     sample.trajectory_id = "t"
 
 
+def half_a_number(sample: Sample) -> None:
+    ref = sample.routed_experts.segments[0].experts
+    ref.dtype, ref.inline = tensor_pb2.DTYPE_UINT16, ref.inline[:-1]
+    ref.digest = xxhash.xxh3_128_hexdigest(ref.inline)
+
+
+def two_widths(sample: Sample) -> None:
+    sample.routed_experts.CopyFrom(trace(experts(2)))
+    segment = trace(experts(2)[:, :1]).segments[0]
+    segment.first_token = 2
+    sample.routed_experts.segments.append(segment)
+
+
 POISONS: dict[str, tuple[Callable[[Sample], None], str]] = {
     "vocabulary": (change(response_token_ids=[10, 4_000_000, 12]), "token ids 5..4000000 leave the vocabulary of 32"),
     "repeated expert": (entry(2, [3, 3]), r"experts \[3, 3\] at row 2, MoE layer 1 repeat"),
@@ -111,6 +124,9 @@ POISONS: dict[str, tuple[Callable[[Sample], None], str]] = {
     "a row too few": (change(routed_experts=trace(experts(3))), "4 consumed tokens but 3 routing rows"),
     "layers": (of_layers, r"of MoE layers \[1, 2\], the model's are \[0, 1\]"),
     "experts": (of_512, "of 512 experts, the model has 8"),
+    "half a number": (half_a_number, "buffer size must be a multiple"),
+    "two widths": (two_widths, "must match exactly"),
+    "one index twice": (change(sample_index=0), "group bad holds sample bad#0 twice"),
     "another group's": (change(group_id="other"), "group bad holds sample other#1, which is of another group"),
     "length": (change(rollout_logprobs=[-0.5]), "3 response tokens but rollout_logprobs"),
     "no probability": (change(rollout_logprobs=[-0.5, 3.0, -0.5]), "is not the logarithm of a probability"),

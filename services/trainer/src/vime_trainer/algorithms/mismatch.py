@@ -68,8 +68,9 @@ def mismatch_by_class(
     """
     metrics: Metrics = {}
     for name, chosen in classes.items():
-        columns = (x[chosen] for x in (train_logprobs_BT, rollout_logprobs_BT, loss_mask_BT))
-        found = mismatch_metrics(*columns, over_tokens=True)
+        found = mismatch_metrics(
+            train_logprobs_BT[chosen], rollout_logprobs_BT[chosen], loss_mask_BT[chosen], over_tokens=True
+        )
         for metric in ("train_rollout_logprob_abs_diff", "mismatch_kl"):
             metrics[f"{metric}{name}"] = found[metric]
     return metrics

@@ -28,11 +28,10 @@ def select_usable(
     share, unusable = select([], [], config), dict[str, str]()
     for place, group in zip(places, groups, strict=True):
         try:
-            for proto in group.samples:
-                _check(group.group_id, proto, engine.model_shape)
+            _check(group, engine.model_shape)
             part = select([group], [place], config)
             engine.check(part.samples)
-        except (GroupError, EngineError) as error:
+        except (ValueError, EngineError) as error:  # NumPy's, too, of bytes that are no array
             unusable[group.group_id] = str(error)
             continue
         for name in ("samples", "protos", "places", "all_protos", "unscored"):
@@ -60,7 +59,12 @@ def check_routes(sample: SampleProto, shape: ModelShape) -> None:
         )
 
 
-def _check(group_id: str, sample: SampleProto, shape: ModelShape) -> None:
-    if sample.group_id != group_id:
-        raise GroupError(f"group {group_id} holds sample {name_of(sample)}, which is of another group")
-    check_routes(sample, shape)
+def _check(group: TrajectoryGroup, shape: ModelShape) -> None:
+    seen: set[int] = set()
+    for sample in group.samples:
+        if sample.group_id != group.group_id:
+            raise GroupError(f"group {group.group_id} holds sample {name_of(sample)}, which is of another group")
+        if sample.sample_index in seen:  # both would pass for one trajectory
+            raise GroupError(f"group {group.group_id} holds sample {name_of(sample)} twice")
+        seen.add(sample.sample_index)
+        check_routes(sample, shape)
