@@ -7,7 +7,10 @@ where only training can find it, leave its batch for the quarantine; in neither 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -67,8 +70,9 @@ def _routes_by_handle(group: TrajectoryGroup) -> None:
 
 
 def _other_layers(group: TrajectoryGroup) -> None:
-    layers = group.samples[0].routed_experts.moe_layer_ids
-    layers[:] = [layer + 1 for layer in layers]
+    for sample in group.samples:
+        layers = sample.routed_experts.moe_layer_ids
+        layers[:] = [layer + 1 for layer in layers]
 
 
 def _more_experts(group: TrajectoryGroup) -> None:
@@ -126,9 +130,10 @@ class Poisoner:
         self.lost = 0
         """Leases that ended before their group came, such as by a fault at the same time."""
 
-    async def insert(self, plan: dict[str, Any], dice: random.Random) -> None:
-        """Draw one prompt, generate its group, spoil it, and offer it; the lease is given back if it is refused."""
-        kind = dice.choice(sorted(KINDS))
+    async def insert(self, plan: dict[str, Any], dice: random.Random, kind: str = "") -> bool:
+        """Draw one prompt, generate its group, spoil it in the way of `kind` (unset: any), and offer it; the lease is
+        given back if it is refused. False if the lease was lost meanwhile."""
+        kind = kind or dice.choice(sorted(KINDS))
         async with BufferClient(plan["buffer"]) as buffer, GenerationClient(plan["router"]) as engine:
             lease = await _lease(buffer)
             group = await _group(engine, lease, dice)
@@ -138,16 +143,17 @@ class Poisoner:
             except RpcError as error:
                 if error.reason in ("LEASE_LOST", "NOT_FOUND"):
                     self.lost += 1
-                    return
+                    return False
                 self.refused[f"{kind}: {error.reason}"] += 1
                 await buffer.fail(lease.lease_id, FAILURE_CLASS_GENERATION, f"poisoned on purpose: {kind}")
             else:
                 self.accepted[lease.group_id, lease.attempt] = kind
+        return True
 
 
 async def _lease(buffer: BufferClient) -> PromptLease:
     """One prompt of the train table; its other takers are real workers, so it may take some rounds."""
-    steps = whole_step("lease", attempts=100, seconds=LEASE_S, retry_if=lambda error: isinstance(error, _NoneYet))
+    steps = whole_step("lease", attempts=1000, seconds=LEASE_S, retry_if=_may_come)
     async for attempt in steps:
         with attempt:
             answer = await buffer.draw(WORKER, 1, 5.0, ["train"])
@@ -159,6 +165,10 @@ async def _lease(buffer: BufferClient) -> PromptLease:
 
 class _NoneYet(Exception):
     """Nothing was admitted."""
+
+
+def _may_come(error: BaseException) -> bool:
+    return isinstance(error, _NoneYet) or (isinstance(error, RpcError) and error.transient)
 
 
 async def _group(engine: GenerationClient, lease: PromptLease, dice: random.Random) -> TrajectoryGroup:
@@ -177,3 +187,11 @@ def read_plan(run_dir: Path) -> dict[str, Any]:
     """Addresses of a run's services."""
     plan: dict[str, Any] = json.loads((run_dir / "services" / "plan.json").read_text(encoding="utf-8"))
     return plan
+
+
+def forget_the_model(run_dir: Path) -> None:
+    """Make the ledger one of 0.2.0, which knew no model and stored what came; the launcher starts its buffer again."""
+    state = json.loads((run_dir / "services" / "state.json").read_text())
+    os.kill(state["services"]["buffer"]["pid"], signal.SIGKILL)
+    with sqlite3.connect(run_dir / "buffer" / "ledger.sqlite") as ledger:
+        ledger.execute("UPDATE run SET model = NULL")

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.poison import Poisoner, read_plan, spoil_data
+from tests.chaos.poison import Poisoner, forget_the_model, read_plan, spoil_data
 
 from vime_client.buffer import BufferClient
 
@@ -157,6 +157,8 @@ class Chaos:
     def _fault(self, victim: str) -> None:
         if victim == "poison":
             self.faults[victim] += 1
+            if self.random.random() < 0.5:
+                forget_the_model(self.run_dir)  # what is stored then, only training can find
             asyncio.run(self.poisoner.insert(read_plan(self.run_dir), self.random))
             return
         pid = self.pid_of(victim)
