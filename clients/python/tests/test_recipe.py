@@ -61,6 +61,30 @@ def test_a_wrong_setting_is_named_with_the_nearest(recipe: Path, override: str, 
         assert says in problems(recipe, override)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tables.train.lease_ttl", "inf"),
+        ("tables.train.sampling.temperature", "nan"),
+        ("tables.train.sampling.stops", "[[1.0], [-inf]]"),
+        ("trainer.engine.optimizer.lr", "inf"),
+        ("rollout.vllm.args.x", "nan"),
+        ("router.queue_timeout_s", "inf"),
+        ("buffer.x", "{y = nan}"),
+    ],
+)
+def test_every_number_is_finite_also_where_a_service_reads_it(recipe: Path, key: str, value: str) -> None:
+    said = problems(recipe, f"{key}={value}")
+    assert said.startswith(f"--set: {key}")
+    assert "should be a finite number, got " in said
+
+
+def test_a_number_in_the_file_that_is_not_finite_has_its_line(recipe: Path) -> None:
+    said = problems(recipe, old="[tables.train]", new="[tables.train]\nlease_ttl = inf")
+    line = recipe.read_text().splitlines().index("lease_ttl = inf") + 1
+    assert said == f"{recipe}:{line}: tables.train.lease_ttl: input should be a finite number, got inf (float)"
+
+
 def test_missing_files_are_named(recipe: Path) -> None:
     assert f"file {recipe.parent}/nothere.py does not exist" in problems(recipe, "rewards.default='nothere.py:score'")
     (recipe.parent / "train.jsonl").unlink()

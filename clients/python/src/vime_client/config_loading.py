@@ -7,6 +7,7 @@ and the nearest key that exists. Overrides are written `a.b=c`, where `c` is a T
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -173,11 +174,15 @@ def load_config(
         ConfigError: the file is missing or no TOML, or a key or value is wrong; all problems are listed.
     """
     data, written = read_written(path, overrides)
+    # Looked for in what was written: what a model only passes on is read by nobody before JSON makes null of it.
+    infinite = [_not_finite_sentence(key, value, written) for key, value in _not_finite(data)]
     try:
         config = model.model_validate(data, context={"base_dir": path.parent if path else Path.cwd()})
     except ValidationError as error:
         problems = [_sentence(model, dict(detail), written) for detail in error.errors()]
-        raise ConfigError(list(dict.fromkeys(problems))) from None
+        raise ConfigError(list(dict.fromkeys([*problems, *infinite]))) from None
+    if infinite:
+        raise ConfigError(infinite)
     if found := [written.placed(key, sentence) for key, sentence in (check(config) if check else ())]:
         raise ConfigError(found)
     return config
@@ -306,6 +311,19 @@ def _sentence(model: type[BaseModel], detail: dict[str, Any], written: Written) 
     leak = _LEAKS.get(detail["type"])
     message = leak.format(**detail.get("ctx", {})) if leak else f"{message[:1].lower()}{message[1:]}"
     return written.placed(key, f"{message}, got {_shown(detail.get('input'), key)}")
+
+
+def _not_finite_sentence(key: Key, value: float, written: Written) -> str:
+    return written.placed(key, f"input should be a finite number, got {_shown(value, key)}")
+
+
+def _not_finite(value: Any, key: Key = ()) -> Iterator[tuple[Key, float]]:
+    """The numbers that are infinite or none, wherever they stand."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _not_finite(inner, (*key, name))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield key, value
 
 
 def nearest_of(wanted: str, known: Iterable[str]) -> str:
