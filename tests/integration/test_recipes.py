@@ -92,6 +92,7 @@ def test_vime_run_dry_run_checks_a_recipe_whole(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     assert 'estimator = "opd"' in done.stdout
+    assert done.stderr.endswith("nothing is wrong\n")
     refused = subprocess.run(
         [*command, "--set", "trainer.algorithm.opd_kl_coef=0"],
         cwd=tmp_path,

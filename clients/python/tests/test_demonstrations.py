@@ -40,6 +40,11 @@ def test_a_record_without_a_text_to_learn_is_refused_by_its_name(record: dict[st
         demonstration_of(prompt(**record), SECTION)
 
 
+def test_a_key_that_the_record_lacks_is_told_with_the_nearest() -> None:
+    with pytest.raises(BadDemonstration, match=r'record p:0:0 has no key "respons" .*; did you mean "response"\?'):
+        demonstration_of(prompt(response="2", prompt="1+1="), DemonstrationSection(response_key="respons"))
+
+
 def test_a_number_of_any_length_beside_the_answer_is_no_fault() -> None:
     long = pb.Prompt(prompt_id="p:0:0", record_json='{"response": "2", "label": ' + "9" * 5000 + "}")
     assert demonstration_of(long, SECTION) == "2"
@@ -120,5 +125,5 @@ async def test_a_worker_makes_sft_groups_without_generating_and_names_bad_record
     assert "".join(map(chr, sample.response_token_ids)) == "2$"
     assert (sample.response_text, sample.reward) == ("2", 1.0)
     assert buffer.given_up == [bad]
-    assert 'has null under "response"' in buffer.failures[0][2]
+    assert 'has no key "response"' in buffer.failures[0][2]
     assert not engine.requests

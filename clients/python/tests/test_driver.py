@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,22 @@ def test_a_path_that_cannot_be_is_a_sentence(
         (recipe.parent / name).rename(name)
     code, said = called(monkeypatch, capsys, "run", "r.toml", "--dry-run")
     assert (code, "which no settings file can hold" in said) == (2, True)
+
+
+def test_a_dry_run_that_finds_nothing_says_so_beside_the_recipe(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def accepted(*_: object) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr("vime_client.driver.run.preflight", accepted)
+    monkeypatch.setattr(sys, "argv", ["vime", "run", str(recipe), "--dry-run"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == "nothing is wrong\n"
+    assert tomllib.loads(said.out)["run"]["name"] == "r"
 
 
 def test_the_nearest_command_is_named_and_versions_are_told(

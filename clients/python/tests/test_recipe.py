@@ -85,6 +85,18 @@ def test_a_number_in_the_file_that_is_not_finite_has_its_line(recipe: Path) -> N
     assert said == f"{recipe}:{line}: tables.train.lease_ttl: input should be a finite number, got inf (float)"
 
 
+def test_a_table_that_only_an_override_names_is_told_with_those_of_the_file(recipe: Path) -> None:
+    said = problems(recipe, "tables.evl.eval_interval=3")
+    assert said == '--set: "tables.evl.source" is required; known: train, eval/heldout'
+    assert 'did you mean "train"?' in problems(recipe, "tables.trai.eval_interval=3")
+
+
+def test_an_unknown_table_has_a_line_and_a_nearest_name(recipe: Path) -> None:
+    said = problems(recipe, old="[run]", new="[rolout.vllm]\ndtype = 'float32'\n[run]")
+    line = recipe.read_text().splitlines().index("[rolout.vllm]") + 1
+    assert said == f'{recipe}:{line}: unknown key "rolout"; did you mean "rollout"?'
+
+
 def test_missing_files_are_named(recipe: Path) -> None:
     assert f"file {recipe.parent}/nothere.py does not exist" in problems(recipe, "rewards.default='nothere.py:score'")
     (recipe.parent / "train.jsonl").unlink()

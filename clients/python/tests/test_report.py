@@ -225,11 +225,20 @@ def test_parts_of_the_reward_and_what_tells_how_training_goes_are_shown(run_dir:
 
 def test_demonstrations_show_their_loss_and_no_reward(run_dir: Path) -> None:
     rows: list[dict[str, object]] = [
-        {"step": s, "rollout/raw_reward": 1.0, "train/loss": 3.0 / s, "train/grad_norm": 1.0} for s in (1, 2, 3)
+        {
+            "step": s,
+            "rollout/raw_reward": 1.0,
+            "train/loss": 3.0 / s,
+            "train/grad_norm": 1.0,
+            "rollout/reward/short": 1.0,
+        }
+        for s in (1, 2, 3)
     ]
     page = write_run(run_dir, rows)
     assert "reward, first" not in page
     assert "Reward of the samples" not in page
+    assert "of it short" not in page
+    assert "Parts of the reward" not in page
     assert "<td>loss, first → last tenth</td><td>3 → 1</td>" in page
     assert "loss, mean of 10 steps" in shown_on_terminal(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -111,7 +111,7 @@ async def test_wrong_rewards_filters_and_records_are_told_together_before_the_st
         'reward "batch"|asks for "text", which is neither known of a group',
         'reward "module"|cannot be imported: ModuleNotFoundError',
         'filter|asks for "reward", which|did you mean "rewards"?',
-        'table "sft": record sft.jsonl line 2 has null under "response"',
+        'table "sft": record sft.jsonl line 2 has no key "response"',
     ):
         parts = says.split("|")
         assert [line for line in told if all(part in line for part in parts)], (says, err)

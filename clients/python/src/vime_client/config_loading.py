@@ -298,7 +298,7 @@ def _sentence(model: type[BaseModel], detail: dict[str, Any], written: Written) 
         tail = f'did you mean "{hint}"?' if hint else f"known here: {', '.join(known) or 'nothing'}"
         return f'{where}: unknown key "{dotted(key)}"; {tail}'
     if detail["type"] == "missing":
-        return f'{where}: "{dotted(key)}" is required'
+        return _missing(model, key, written)
     message = str(detail["msg"])
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if detail["type"] == "idle":
@@ -311,6 +311,18 @@ def _sentence(model: type[BaseModel], detail: dict[str, Any], written: Written) 
     leak = _LEAKS.get(detail["type"])
     message = leak.format(**detail.get("ctx", {})) if leak else f"{message[:1].lower()}{message[1:]}"
     return written.placed(key, f"{message}, got {_shown(detail.get('input'), key)}")
+
+
+def _missing(model: type[BaseModel], key: Key, written: Written) -> str:
+    """What lacks, where its table is written; a named table that stands in no file is told with those that do."""
+    parent, siblings = key[:-1], key[:-2]
+    names = [found[: len(parent)] for _, found, _ in _lines(written.text) if found[: len(siblings)] == siblings]
+    if not parent or parent in names:
+        return f'{written.where(key)}: "{dotted(key)}" is required'
+    known = dict.fromkeys(str(name[-1]) for name in names if len(name) == len(parent))
+    named = siblings and parent[-1] not in _keys_under(model, siblings) and known
+    hint = f"; {nearest_of(str(parent[-1]), known)}" if named else ""
+    return f'{written.where(parent)}: "{dotted(key)}" is required{hint}'
 
 
 def _not_finite_sentence(key: Key, value: float, written: Written) -> str:
@@ -356,16 +368,19 @@ def _shown(value: Any, key: Key) -> str:
 
 
 def _line_of(key: Key, text: str) -> int | None:
-    """The line that sets `key`, else that of the table it belongs in; None if neither is written plainly."""
+    """The line that sets `key`, else the first below it, else its table's; None if none is written plainly."""
+    below: int | None = None
     header: tuple[int, int | None] = (0, None)  # how much of the key the nearest table matches, and its line
     for number, found, is_table in _lines(text):
+        if key and len(found) > len(key) and found[: len(key)] == key:
+            below = below or number
         if found != key[: len(found)]:
             continue
         if not is_table:
             return number
         if len(found) > header[0]:
             header = (len(found), number)
-    return header[1]
+    return header[1] if header[0] == len(key) else below or header[1]
 
 
 def _lines(text: str) -> Iterator[tuple[int, Key, bool]]:

@@ -180,6 +180,7 @@ async def _dry_run(
         )
         defaults = defaults_of(plan, answers)
     console.out(to_toml(recipe) + defaults, highlight=False, end="")
+    _tell(errors, "nothing is wrong")
 
 
 async def _drive(run_dir: Path, recipe: Recipe, console: Console, errors: Console, *, start: bool) -> int:

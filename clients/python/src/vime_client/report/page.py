@@ -84,7 +84,8 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("seconds", number(_rounded(summary["seconds"])))]
     if not summary["supervised"]:
         rows += [("reward, first → last tenth", _arrow(summary["reward_first"], summary["reward_last"]))]
-    for part, one in summary["reward_parts"].items():
+    parts = {} if summary["supervised"] else summary["reward_parts"]
+    for part, one in parts.items():
         rows += [(f"  of it {part}", _arrow(one["first"], one["last"]))]
     if summary["samples"]:
         rows += [("samples without a reward", _share(summary["unscored"] or 0, summary["samples"]))]

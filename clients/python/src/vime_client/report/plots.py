@@ -174,6 +174,8 @@ def _reward(axes: Any, history: History) -> bool:
 
 
 def _parts(axes: Any, history: History) -> bool:
+    if history.supervised:
+        return False
     return _draw(axes, history, [(name.removeprefix(PARTS), name) for name in history.names(PARTS)])
 
 

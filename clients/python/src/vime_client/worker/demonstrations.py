@@ -11,8 +11,8 @@ from pydantic import Field
 
 from vime.buffer.v1 import prompt_service_pb2
 from vime.common.v1 import trajectory_pb2 as pb
-from vime_client.config_loading import ConfigModel
-from vime_client.one_line import is_valid, told
+from vime_client.config_loading import ConfigModel, nearest_of
+from vime_client.one_line import is_valid, one_line, told
 
 SFT_TABLE = "sft"
 
@@ -40,6 +40,11 @@ def demonstration_of(prompt: pb.Prompt, section: DemonstrationSection) -> str:
         record = json.loads(prompt.record_json, parse_int=float)  # int() refuses numbers of thousands of digits
     except (ValueError, RecursionError) as error:
         raise BadDemonstration(f"record {prompt.prompt_id} cannot be read: {told(error)}") from error
+    if isinstance(record, dict) and record and section.response_key not in record:
+        hint = one_line(nearest_of(section.response_key, record))
+        raise BadDemonstration(
+            f'record {prompt.prompt_id} has no key "{section.response_key}" (worker.demonstration.response_key); {hint}'
+        )
     found = record.get(section.response_key) if isinstance(record, dict) else None
     if not isinstance(found, str) or not found or not is_valid(found):
         raise BadDemonstration(
