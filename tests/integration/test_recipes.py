@@ -148,7 +148,7 @@ def test_all_that_is_wrong_with_a_recipe_is_told_together_with_its_lines(tmp_pat
         "trainer.world_size=17": "groups_per_step: 16 is below trainer.world_size = 17",
         "rollout.vllm.args.enable_prefix_cachin=true": 'did you mean "enable_prefix_caching"?',
         "router.policy=sticky": "--set: router.policy: unknown name",
-        "router.queue_timeout_s=inf": "--set: router.queue_timeout_s: input should be a finite number",
+        "router.queue_timeout_s=true": "--set: router.queue_timeout_s: input should be a valid number, got True (bool)",
         "trainer.engine.dtype=bfloat16": "the engine would hold float32 and the trainer bfloat16",
         "tables.train.lease_ttl=true": "--set: tables.train.lease_ttl: input should be a valid number, got True (bool)",
     }

@@ -203,6 +203,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def try_batch(self, step=None):
         step = step or self.leased + 1
+        if self.unusable:  # nothing is leased ahead of a batch that may be made again
+            step = self.completed + 1
         try:
             answer = self.desk.batch(step)
         except FailedPrecondition as error:
@@ -239,10 +241,10 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.batches[self.leased]
             self.leased -= 1
 
-    @precondition(lambda self: self.leased > self.completed)
+    @precondition(lambda self: self.leased == self.completed + 1)
     @rule(data=st.data(), twice=st.booleans())
     def quarantine(self, data, twice):
-        step = data.draw(st.integers(self.completed + 1, self.leased))
+        step = self.leased
         answer = self.try_batch(step)
         if answer is None or answer.blocked is not Blocked.NOT:
             return
@@ -286,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease in leases[int(slow) :]:
             self.desk.insert(lease)
         self.try_batch()
-        if bad and self.leased > self.completed:
+        if bad and self.leased == self.completed + 1:
             self.take_out(self.leased, self.desk.batch(self.leased).groups[:bad])
         if self.leased > self.completed:
             self.do_complete(skipped=False)
@@ -343,7 +345,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def trainer_dies(self, data):
-        newest = max([self.completed, *self.batches], default=0)
+        whole = (step for step, batch in self.batches.items() if set(batch) - set(self.left))
+        newest = max([self.completed, *whole])
         resume = data.draw(st.integers(self.oldest_kept, newest))
         self.resume(resume)
 
@@ -423,7 +426,9 @@ def test_anything_may_die_at_any_point():
     run_state_machine_as_test(
         LedgerMachine,
         settings=settings(
+            # CI walks the same paths each time; VIME_MODEL_EXAMPLES=n looks for new ones.
             max_examples=int(os.environ.get("VIME_MODEL_EXAMPLES", "25")),
+            derandomize="VIME_MODEL_EXAMPLES" not in os.environ,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
