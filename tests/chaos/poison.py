@@ -6,6 +6,7 @@ where only training can find it, leave its batch for the quarantine; in neither 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import xxhash
 
 from vime.buffer.v1.prompt_service_pb2 import FAILURE_CLASS_GENERATION, PromptLease
@@ -128,24 +130,25 @@ class Poisoner:
         self.accepted: dict[tuple[str, int], str] = {}
         """Kinds that were stored, by group id and attempt: training must find them."""
         self.lost = 0
-        """Leases that ended before their group came, such as by a fault at the same time."""
+        """Groups that never came to an answer, such as by a fault at the same time."""
 
     async def insert(self, plan: dict[str, Any], dice: random.Random, kind: str = "") -> bool:
         """Draw one prompt, generate its group, spoil it in the way of `kind` (unset: any), and offer it; the lease is
         given back if it is refused. False if the lease was lost meanwhile."""
         kind = kind or dice.choice(sorted(KINDS))
         async with BufferClient(plan["buffer"]) as buffer, GenerationClient(plan["router"]) as engine:
-            lease = await _lease(buffer)
-            group = await _group(engine, lease, dice)
-            KINDS[kind](group)
             try:
+                lease = await _lease(buffer)
+                group = await _group(engine, lease, dice)
+                KINDS[kind](group)
                 await buffer.insert(lease.lease_id, group)
-            except RpcError as error:
-                if error.reason in ("LEASE_LOST", "NOT_FOUND"):
+            except (RpcError, _NoneYet) as error:
+                if not isinstance(error, RpcError) or error.code is not grpc.StatusCode.INVALID_ARGUMENT:
                     self.lost += 1
                     return False
                 self.refused[f"{kind}: {error.reason}"] += 1
-                await buffer.fail(lease.lease_id, FAILURE_CLASS_GENERATION, f"poisoned on purpose: {kind}")
+                with contextlib.suppress(RpcError):  # it expires
+                    await buffer.fail(lease.lease_id, FAILURE_CLASS_GENERATION, f"poisoned on purpose: {kind}")
             else:
                 self.accepted[lease.group_id, lease.attempt] = kind
         return True
@@ -195,3 +198,10 @@ def forget_the_model(run_dir: Path) -> None:
     os.kill(state["services"]["buffer"]["pid"], signal.SIGKILL)
     with sqlite3.connect(run_dir / "buffer" / "ledger.sqlite") as ledger:
         ledger.execute("UPDATE run SET model = NULL")
+
+
+def quarantined(run_dir: Path) -> dict[tuple[str, int], str]:
+    """Why training could not use which group and attempt, from the ledger of a run that is over."""
+    with sqlite3.connect(f"file:{run_dir / 'buffer' / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:
+        rows = ledger.execute("SELECT group_id, attempt, detail FROM quarantined").fetchall()
+    return {(group_id, attempt): detail for group_id, attempt, detail in rows}

@@ -6,14 +6,13 @@ import asyncio
 import json
 import random
 import shutil
-import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.chaos.poison import KINDS, Poisoner, forget_the_model, read_plan, spoil_data
+from tests.chaos.poison import KINDS, Poisoner, forget_the_model, quarantined, read_plan, spoil_data
 from tests.e2e.conftest import RECIPE
 
 from vime_client.buffer import BufferClient
@@ -57,13 +56,6 @@ async def poison(poisoner: Poisoner, plan: dict[str, str], kinds: list[str], dic
 async def skipped_records(plan: dict[str, str]) -> dict[str, int]:
     async with BufferClient(plan["buffer"]) as buffer:
         return dict((await buffer.tables())["train"].skipped_records)
-
-
-def quarantined(folder: Path) -> dict[tuple[str, int], str]:
-    """Why training could not use which group and attempt, from the ledger of a run that is over."""
-    with sqlite3.connect(f"file:{folder / 'buffer' / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:
-        rows = ledger.execute("SELECT group_id, attempt, detail FROM quarantined").fetchall()
-    return {(group_id, attempt): detail for group_id, attempt, detail in rows}
 
 
 def test_no_poison_ends_a_run_before_or_after_a_kill_and_each_is_counted_with_its_reason(
